@@ -8,8 +8,7 @@ All entry points run the same passes::
     mla_compile.export_onnx(model, "model_dir")   # absorbed decode graphs for any ONNX Runtime
 
 ``__all__`` is the whole public interface. Most names are imported on first use, so a program loads only the modules
-that it needs. Importing the package registers its operators, because a saved graph that calls an operator can only be
-loaded when this operator is registered.
+that it needs. Importing the package registers its operators. Saved graphs that call the operators can then be loaded.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from mla_compile.version import __version__
 
 
 def main() -> None:
-    """Run the command line. Report a missing package by name if every command needs it."""
+    """Run the command line, or name a required package that is missing."""
     if sys.argv[1:] == ["--version"]:  # works without torch and other packages
         sys.stdout.write(f"{__version__}\n")
         return

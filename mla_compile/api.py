@@ -51,14 +51,16 @@ def optimize(
 
 
 def optimize(obj: object, example_inputs: object = None, *, progress: bool | None = None, **options: Any) -> object:
-    """Return the same model with absorbed decode. It shares the original's weights; the original is not changed.
+    """Return a version of the model with absorbed decode. The model itself is not changed.
+
+    The result shares the model's weights.
 
     * For an ``nn.Module``, the result is a new object of the same class with the same parameters, buffers and layers.
-      Its forward is compiled in its first call. In that call, empty buffers of K and V become buffers of rows, and the
-      modules that hold such buffers are copied. Methods that call the model, such as ``generate()``, run the compiled
-      forward. If a method calls a model inside this one, that inner model is copied and compiled, too; all other
-      modules are shared. With gradients enabled the original forward runs. The attribute ``mla_report`` says what was
-      done so far. A deep copy of the result is optimized, too.
+      Its forward is compiled in the first call. That call also turns empty buffers of K and V into buffers of rows, and
+      copies the modules that hold these buffers. Methods that call the model, such as ``generate()``, run the compiled
+      forward. If a method calls an inner model, the inner model is copied and compiled, too. All other modules are
+      shared. If gradients are enabled, the original forward runs. The attribute ``mla_report`` says what was done.
+      A deep copy of the result is optimized, too.
     * For an ``ExportedProgram``, the result is a new program with the same signature. ``lowering`` is "aten" by
       default, so that a package made from the program loads where mla_compile is not installed. Folded weights
       (``fold="always"``) become constants of the program.
@@ -66,17 +68,17 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
     Args:
         obj: the model.
-        example_inputs: a tuple of positional or a dict of keyword arguments. If they are given, this function traces a
-            module on fake tensors before it returns, as :func:`explain` does. Inputs that do not fit and models that
-            cannot be captured then raise at once, and ``mla_report`` is filled.
-        progress: whether stderr shows what is being compiled and, after each graph, the time of each stage in seconds.
-            ``None`` shows it on a terminal only.
+        example_inputs: a tuple of positional or a dict of keyword arguments. If given, a module is traced on fake
+            tensors at once, as in :func:`explain`. Errors in the inputs or the model are then raised here, and
+            ``mla_report`` is filled.
+        progress: whether to print to stderr what is being compiled and, after each graph, the seconds of each stage.
+            ``None`` prints on a terminal only.
         **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and the
             following options, which ``help(mla_compile.Options)`` explains:
 
-            - ``forms`` ("auto", "absorbed", "expanded"): choose the form of each call by cost, or fix it
+            - ``forms`` ("auto", "absorbed", "expanded"): choose the form of each call by cost, or always use one form
             - ``fold`` ("auto", "never", "always"): whether weights are multiplied ahead of time
-            - ``lowering`` ("op", "aten"): call our operators, or leave plain ATen
+            - ``lowering`` ("op", "aten"): call mla_compile's operators, or emit plain ATen
             - ``codegen`` ("inductor", "eager"): compile the rewritten graph, or run it as it is
             - ``cache`` ("auto", "latent", "expanded"), ``cache_dtype`` ("model", "fp8"): how cached K and V are kept
             - ``appends`` ("auto", "in_place", "copy"): how new rows are appended to a growing cache
@@ -92,7 +94,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
     Raises:
         InputError: ``obj`` is not a model, has no ``forward``, or does not fit the example inputs.
-        OptionError: an option does not exist, or cannot have that value.
+        OptionError: an option does not exist, or has an invalid value.
         CaptureError: the model cannot be captured as one functional graph.
         WeightError: a weight has no usable values.
     """
@@ -116,19 +118,19 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
 @one_at_a_time()
 def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Report:
-    """Report which attentions of a model would be rewritten, and why others would not, without changing or running it.
+    """Report which attentions of a model would be rewritten, and why others would not.
 
-    A module is traced on fake tensors: nothing is computed, and no cache is written to. A model that is too large for
-    memory can therefore be explained on the meta device.
+    The model is neither run nor changed. A module is traced on fake tensors: nothing is computed, and no cache is
+    written to. A model that is too large for memory can therefore be explained on the meta device.
 
     Args:
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
-        *example_inputs: the positional arguments of the model's forward. Pass those of a decode step to see what
-            happens in decode. An ExportedProgram needs none, and a GraphModule needs them only if its placeholders have
-            no ``meta["val"]``.
-        **arguments: keyword arguments of the model's forward. A name that is a field of ``Options`` sets that option
-            instead. The value is passed to the forward only if the forward has an argument of that name and the option
-            cannot have that value (for example, a ``cache`` that is not a string).
+        *example_inputs: the positional arguments of the model's forward. To see what happens in decode, pass the
+            arguments of a decode step. An ExportedProgram needs no inputs. A GraphModule needs inputs only if its
+            placeholders have no ``meta["val"]``.
+        **arguments: options, or keyword arguments of the model's forward. An argument with the name of an option sets
+            the option. The forward receives the argument instead if the forward has an argument of that name, and the
+            option cannot have that value (for example, a ``cache`` that is not a string).
 
     Returns:
         A report with one entry per attention site. If a module breaks into several graphs, the report covers all of
@@ -136,7 +138,7 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
 
     Raises:
         InputError: ``model`` is not a model, has no ``forward``, or does not run on these inputs.
-        OptionError: an option does not exist, or cannot have that value.
+        OptionError: an option does not exist, or has an invalid value.
         CaptureError: the model cannot be captured as a functional graph.
     """
     own = {name for name in Options.names() if name in arguments and not _is_argument(model, name, arguments[name])}
@@ -159,10 +161,10 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
 
 
 def migrate_cache(optimized: object, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """Convert an existing cache of K and V to the rows that a program optimized with ``cache="latent"`` takes.
+    """Convert an existing cache of K and V to rows, for a program that was optimized with ``cache="latent"``.
 
     Args:
-        optimized: what ``optimize(program, cache="latent")`` returned.
+        optimized: the result of ``optimize(program, cache="latent")``.
         cached: K [B,H,T,N+R] and V [B,H,T,V] of every layer, in the order and with the axes that the cache inputs had
             before optimization.
         tolerance: the largest relative error (2-norm) allowed for K and V recomputed from the rows. The default is 64
@@ -172,8 +174,8 @@ def migrate_cache(optimized: object, cached: Sequence[torch.Tensor], tolerance: 
         The rows for each cache input of the optimized program (for example [B,T,L] or [B,T,R]), and the error.
 
     Raises:
-        InputError: the program has no cache inputs that became rows, the tensors have other shapes, or the program's
-            weights cannot have made them.
+        InputError: no cache input of the program became rows, the tensors have other shapes, or the tensors cannot be
+            results of the program's weights.
     """
     gm = getattr(optimized, "graph_module", optimized)
     change = getattr(gm, "meta", {}).get("mla_cache")
@@ -198,7 +200,7 @@ def _needs_forward(model: torch.nn.Module, door: str) -> None:
 
 
 def _is_argument(model: object, name: str, value: object) -> bool:
-    """Whether an argument is meant for the forward of ``model``, although its name is also that of an option."""
+    """Whether an argument belongs to the forward of ``model``, although its name is also an option's."""
     if not _is_plain_module(model) or name not in inspect.signature(model.forward).parameters:
         return False
     try:
@@ -235,7 +237,7 @@ def with_forward(
 ) -> Module:
     """Return a copy of ``module`` with a compiled forward. ``module`` may be optimized already.
 
-    ``report``: the report so far, if any.
+    ``report``: the report so far.
     """
     fast = plain_copy(module)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
@@ -249,9 +251,10 @@ def with_forward(
 
 
 def plain_copy(module: Module) -> Module:
-    """Return a module object that shares parameters, buffers and layers with ``module``, even if these are replaced.
+    """Return a module object that shares the parameters, buffers and layers of ``module``, even if these are replaced.
 
-    Modules that its methods call are copied, too. A hook of ``module`` runs in the copy until ``module`` removes it.
+    Inner modules that methods of ``module`` call are copied, too. Hooks of ``module`` run in the copy until ``module``
+    removes them.
     """
     fast = _copy_of_model(module)
     copy_called(fast, module, _copy_of_model, _shared_copy)
@@ -268,13 +271,13 @@ def _copy_of_model(module: Module) -> Module:
         elif name.endswith("_hooks") or "_hooks_" in name:
             vars(fast)[name] = copy.copy(value)
     forward = vars(fast).get("forward")
-    if isinstance(forward, CompiledForward):  # already optimized: start again from its original
+    if isinstance(forward, CompiledForward):  # already optimized: return to the original forward
         forward.uninstall(fast)
     return fast
 
 
 def _shared_copy(module: Module) -> Module:
-    """Return a copy of ``module``, which has no layers. The copy also shares the module's hooks."""
+    """Return a copy of a module without layers. The copy also shares the module's hooks."""
     fast = shallow(module)
     if isinstance(forward := vars(fast).get("forward"), CompiledForward):
         forward.uninstall(fast)
@@ -339,7 +342,7 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[object]) -> list[object]:
 
 
 def _artifact(program: Program, options: Options) -> _Artifact:
-    """Rewrite the program into one form. Where calls could choose between forms, the traced sizes decide."""
+    """Rewrite the program into one form. If the best form depends on the sizes of a call, the traced sizes decide."""
     with without_autocast():
         outcome = pipeline.run(program, options, own_cache=True)
         report = outcome.report

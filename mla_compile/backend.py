@@ -25,7 +25,7 @@ _KEPT = 64
 _told_of_models: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Model -> what users have been told about its graphs."""
 _told_of_functions = WeakTensorKeyDictionary()
-"""First weight of a graph -> what users have been told. Used where a function, not a model, is compiled."""
+"""First weight of a graph -> what users have been told. Used if a function, not a model, is compiled."""
 _ATTENTION = "a graph of this model has an attention"
 _recent: deque[Report] = deque(maxlen=_KEPT)
 

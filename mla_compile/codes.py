@@ -231,11 +231,11 @@ CODES: dict[Code, CodeInfo] = {
 
 
 OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
-"""Codes of attentions that already read shared rows. Nothing is left to absorb, but one operator may replace each."""
+"""Codes of attentions that already read shared rows. One operator may still replace such an attention."""
 
 
 def section(code: Code | str) -> str:
-    """Return the path of the documentation of ``code``. It shows a small module whose attention gets it, and the fix.
+    """Return the link to the documentation of ``code``, which shows an example module and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

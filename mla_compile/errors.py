@@ -23,7 +23,7 @@ class OptionError(MlaCompileError, ValueError):
 
 
 class InputError(MlaCompileError, TypeError):
-    """An argument is wrong: it is not a model, example inputs do not fit it, or shapes of tensors disagree."""
+    """An argument is wrong: not a model, example inputs that do not fit the model, or tensors whose shapes disagree."""
 
 
 class CaptureError(MlaCompileError, RuntimeError):
@@ -31,7 +31,7 @@ class CaptureError(MlaCompileError, RuntimeError):
 
 
 class WeightError(MlaCompileError, RuntimeError):
-    """The values of a weight are needed, but it is on the meta device, is sparse, or has an unsupported dtype."""
+    """The values of a weight are needed, but the weight is on the meta device, sparse, or of an unsupported dtype."""
 
 
 class StaleWeightError(WeightError):
@@ -43,11 +43,11 @@ class VerificationError(MlaCompileError, RuntimeError):
 
 
 class RankError(MlaCompileError, RuntimeError):
-    """Ranks that run one program compile different graphs, or one of them has failed; raised on all ranks."""
+    """The ranks of a program compile different graphs, or a rank has failed. All ranks raise this error."""
 
 
 class SharedCacheError(MlaCompileError, RuntimeError):
-    """A cache whose rows are spread over several ranks was used with other ranks, or in a way that needs all rows."""
+    """A cache whose rows are spread over ranks was used by other ranks, or by code that needs all rows."""
 
 
 class ExportError(MlaCompileError, RuntimeError):
@@ -76,10 +76,10 @@ _NOT_THE_USERS = tuple(
 
 
 def warn(message: str) -> None:
-    """Warn, and show the user's line that led to the warning: the innermost frame outside of all installed libraries.
+    """Issue a warning that shows the user's line: the innermost frame outside of all installed libraries.
 
-    This is a warning and not a log record, because Python shows warnings by default, once per line, and users can
-    filter them or turn them into errors.
+    A warning is used instead of a log record because Python shows warnings by default, once per line. Users can filter
+    warnings or turn them into errors.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):

@@ -1,8 +1,8 @@
 """The operators of mla_compile: schemas, fake functions, FLOP formulas and the choice of a kernel by device.
 
 ``mla_compile::decode_attention(query, latent, rope, values, mask, *, scale, causal, ...) -> (out, lse)``: attention of
-H query heads over one key per token that all heads share, ``[latent, rope]``. The values are the latent, or ``values``
-if given.
+H query heads over one key per token, ``[latent, rope]``, which all heads share. The values are ``values`` if given, and
+otherwise the latent.
 ``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same
 attention over pages of rows. The arguments of both operators are fields of
 :class:`mla_compile.kernels.call.DecodeCall`, which documents their shapes and dtypes.
@@ -17,15 +17,15 @@ attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 (:mod:`mla_compile.kernels.linear`).
 ``mla_compile::few_rows_of_heads(x, weight) -> y``: the same product with a separate weight for each head.
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. The operator
-does not read ``before``; the argument only orders calls that do not depend on each other.
+does not read ``before``. The argument only fixes the order of calls that do not depend on each other.
 ``mla_compile::call_layer(rows, weights, layer) -> y``: the result of another library's layer
 (:mod:`mla_compile.core.layers`).
 ``mla_compile::layer_weight(weights, layer) -> W``: the rounded weight of that layer.
 
-:func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Any other
-device runs the reference until a kernel is registered under its dispatch key in ``_register_op``. Schemas are
-registered once per process, even if this module is imported several times or under another name. Wrong arguments and
-requests for a gradient raise :class:`InputError`.
+:func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Other devices
+run the reference until ``_register_op`` registers a kernel for their dispatch key. Schemas are registered once per
+process, even if this module is imported several times or under another name. Wrong arguments and requests for a
+gradient raise :class:`InputError`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _flops(
 ) -> int:
     """Return 2BSHT(L+R) for the scores plus 2BSHT times the width of the values.
 
-    Where ``indices`` choose k keys, T is k. Masked keys are included, as in torch's own formulas.
+    If ``indices`` choose k keys, T is k. Masked keys are included, as in torch's own formulas.
     """
     B, S, H, K = query
     width = (latent if values is None else values)[2]
@@ -138,12 +138,12 @@ def _index_flops(query: Size, keys: Size, *_: object, **__: object) -> int:
 
 
 def _rows_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """Return 2KO for each row multiplied by a weight [O,K], as torch counts a product."""
+    """Return 2KO for each row, if the weight is [O,K]."""
     return int(2 * math.prod(x) * weight[0])
 
 
 def _heads_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """Return 2KO for each row of each head, multiplied by weights [G,O,K]."""
+    """Return 2KO for each row of each head, if the weights are [G,O,K]."""
     return int(2 * math.prod(x) * weight[1])
 
 
@@ -187,7 +187,7 @@ def _register() -> torch.library.Library:
 
 
 def _of(call: Callable[..., _OperatorCall], run: Callable[[_OperatorCall], object]) -> Callable[..., object]:
-    """Return a function of a schema's arguments. It makes a record of them with ``call``, and passes it to ``run``."""
+    """Return a function that stores a schema's arguments in a record (``call``) and passes the record to ``run``."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
 

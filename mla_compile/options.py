@@ -28,49 +28,49 @@ class Options:
 
     Attributes:
         forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
-        fold: which products of weights are computed ahead of time. ``auto`` folds where the cost model finds it
+        fold: which products of weights are computed ahead of time. ``auto`` folds if the cost model finds folding
             cheaper, ``never`` folds none, and ``always`` folds all that can be folded.
         lowering: ``op`` calls ``mla_compile::decode_attention``. ``aten`` emits plain ATen, which runs without this
             package.
         codegen: ``inductor`` compiles the rewritten graph, ``eager`` runs it as it is.
-        cache: how the cached K and V per head, which the caller passes from call to call, are kept. ``latent`` keeps
-            the rows from which K and V are computed. ``expanded`` keeps K and V. ``auto`` is ``latent`` for modules:
-            their cache then holds tensors that still look like K and V to all other code. For programs, ``auto`` is
-            ``expanded``, because ``latent`` would change their signature.
+        cache: how to keep a cache of K and V per head that the caller passes from call to call. ``latent`` keeps the
+            rows from which K and V are computed. ``expanded`` keeps K and V. For modules, ``auto`` is ``latent``. The
+            cache then holds tensors that still look like K and V to all other code. For programs, ``auto`` is
+            ``expanded``, because ``latent`` would change the signature.
         cache_dtype: the dtype of the rows that ``cache="latent"`` keeps, and of the pages of ``continuous_batching``.
             ``model`` keeps the model's dtype. ``fp8`` (e4m3) has one scale per row; rotary keys keep their dtype. If
-            the model itself caches latent rows, only their pages in ``continuous_batching`` change.
+            the model itself caches latent rows, ``fp8`` affects only the pages of ``continuous_batching``.
         appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` writes the new rows into a
-            buffer with spare capacity, which doubles when it is full. The caller's tensor has the same shape as before,
-            and shows the rows of the buffer. ``copy`` copies old and new rows in every call, like the original model.
-            ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot reserve capacity.
-        quantized: what is done about up-projections that round their rows to few bits in every call (such as W8A8).
-            ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do.
-            ``exact`` leaves them unchanged. Up-projections of which only the stored weight is quantized are absorbed
-            either way.
-        dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it once per version
-            of a weight, and keeps the result in the model's precision in addition to the stored weight. ``step`` does
-            it in every step. ``auto`` chooses for each weight what moves fewer bytes in a step. For programs it is
-            ``step``, because their weights may change unnoticed.
-        sparse: what is done about attentions whose mask shows each query only the keys of an index list (the top k of
-            an indexer). ``auto`` reads only the rows of these keys where that is cheaper. ``never`` reads all rows and
+            buffer with spare capacity. A full buffer is replaced by a buffer of twice the size. The caller still
+            receives a tensor of the usual shape, which shares the buffer's memory. ``copy`` copies old and new rows in
+            every call, like the original model. ``auto`` is ``in_place`` for modules. It is ``copy`` for programs,
+            which cannot reserve capacity.
+        quantized: how to treat up-projections that round their rows to few bits in every call (such as W8A8).
+            ``absorb`` uses the dequantized weight and does not round the rows, as serving engines do. ``exact`` leaves
+            these up-projections unchanged. If only the stored weight is quantized, an up-projection is always absorbed.
+        dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` dequantizes each version
+            of a weight once. The result is kept in the model's precision, in addition to the stored weight. ``step``
+            dequantizes in every step. ``auto`` chooses, for each weight, the way that moves fewer bytes in a step. For
+            programs, ``auto`` is ``step``, because their weights may change unnoticed.
+        sparse: how to treat attentions whose mask shows each query only the keys of an index list (the top k of an
+            indexer). ``auto`` reads only the rows of the listed keys if that is cheaper. ``never`` reads all rows and
             the mask.
         products: how a CPU multiplies a few rows by a weight, in graphs with an absorbed attention. ``native`` uses
-            this library's kernel where it was measured to be faster on this machine. ``torch`` leaves the product to
-            the compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs,
+            mla_compile's kernel if it was measured to be faster on this machine. ``torch`` leaves the product to the
+            compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules. It is ``torch`` for programs,
             which may run on another machine.
         layers: how layers that differ only in weights and caches are compiled. ``once`` compiles one of them and runs
-            its code for all. ``whole`` compiles each graph as a whole. With CUDA graphs or freezing, graphs are always
-            compiled as a whole.
+            its code for all. ``whole`` compiles each graph as a whole. CUDA graphs and freezing always require
+            ``whole``.
         expanded_bytes: a limit in bytes on the memory of one expanded attention's per-head tensors (queries, keys,
             values, outputs, and scores that are written out), in calls with several queries. Above the limit, a few
             heads are computed at a time. ``None`` always computes all heads at once.
         ranks: how the ranks of a distributed program decide about a graph that they run together. With ``agree``, an
             attention is absorbed if every rank absorbs it, and ranks wait for each other when they compile. With
-            ``alone``, each rank decides for itself; use it for programs whose ranks compile at different points.
+            ``alone``, each rank decides for itself. Use ``alone`` for programs whose ranks compile at different points.
         context_parallel: a ``DeviceMesh`` of one axis whose ranks share the latent rows of a cache. Each of the n ranks
-            holds every n-th token and attends to these tokens with the heads of all ranks; then the results are merged.
-            The ranks have to run the model on the same tokens; each may have different heads. This option is for
+            holds every n-th token, and attends to these tokens with the heads of all ranks. Then the results are
+            merged. All ranks must run the model on the same tokens, but may have different heads. This option is for
             modules, and for the pages of ``continuous_batching``.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise an error instead of warning and falling back to the original graph.
@@ -144,13 +144,12 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None = None, **defaults: Any) -> Options:
-        """Return the options in a user's mapping, with ``defaults`` for those that the mapping does not set.
+        """Return the options in a user's mapping. ``defaults`` apply to options that the mapping does not set.
 
         Options of Inductor (``max_autotune``, ``triton.cudagraphs``) are passed on to Inductor.
 
         Raises:
-            OptionError: an option does not exist, or cannot have that value. The message suggests the nearest known
-                name.
+            OptionError: an option does not exist, or has an invalid value. The message suggests the nearest known name.
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
@@ -170,7 +169,7 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, object], ours: tuple[str, ...]) -> None:
-    # Imported on use: this loads all of Inductor, and is needed only if an option of Inductor is set.
+    # Imported on use, because this import loads all of Inductor.
     from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}

@@ -15,26 +15,26 @@ def register_quantized_linear(
     rows: str = "rows",
     rounds_rows: bool = False,
 ) -> None:
-    """Register an operator or a layer class as a linear map of its rows whose weight is stored quantized.
+    """Register an operator or a layer class as a linear map with a quantized weight.
 
     ``op(rows, ...)`` has to return ``rows W^T + bias`` [..., out] for rows [..., in], up to the rounding of the format.
-    After registration, an up-projection by this operator is absorbed like any other, with the dequantized weight.
-    Layers of a registered class must have ``in_features`` and ``out_features``, and their forward must take only rows.
-    In models that are optimized after registration, each such layer becomes one operator, which runs the layer's own
-    forward. No compiler traces into it.
+    After registration, up-projections by this operator are absorbed, with the dequantized weight. Layers of a
+    registered class must have ``in_features`` and ``out_features``, and their forward must take only rows. In models
+    that are optimized after registration, each such layer becomes one operator. The operator runs the layer's own
+    forward, into which no compiler traces.
 
     Args:
         op: the operator, its qualified name (``"bitsandbytes::gemm_4bit"``), or a class of layers. An operator given by
             name need not exist yet. The name may contain ``*``, for a namespace that includes the hash of a build.
-        dequantize: a function that returns the weight [out, in] in float32 (or the widest dtype to which the format's
-            own library dequantizes), or a tuple of this weight and the bias ([out] or ``None``). For a layer class, its
-            argument is the layer. For an operator, its arguments are those of the operator except the rows, passed by
-            their names in the schema. The function is traced, so it may call any operator but may not read values.
-            If ``dequantize`` is ``None``, the weight is the operator's result for the unit vectors. This is exact for
-            kernels that round nothing but weights.
+        dequantize: a function that returns the weight [out, in], or a tuple of the weight and the bias ([out] or
+            ``None``). The weight is in float32, or in the widest dtype to which the format's own library dequantizes.
+            For a layer class, the function takes the layer. For an operator, the function takes the operator's
+            arguments except the rows, passed by their names in the schema. The function is traced, so it may call any
+            operator but may not read values. ``None`` computes the weight by calling the operator on the unit vectors.
+            The result is exact if the kernel rounds only the weight.
         rows: the name of the operator's argument that holds the rows.
-        rounds_rows: whether the operator rounds its rows as well (W8A8). Such products are absorbed only with
-            ``quantized="absorb"``, and without that rounding.
+        rounds_rows: whether the operator also rounds its rows (W8A8). If it does, it is absorbed only with
+            ``quantized="absorb"``, and the rows are then not rounded.
 
     Raises:
         InputError: the name has no namespace, or the operator has no such argument.

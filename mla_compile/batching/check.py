@@ -1,7 +1,7 @@
 """Compare a server's graphs with the model before any request is served.
 
-The rewritten attentions have already been compared in float64. This check covers the rest: pages, a length per request,
-prompts read in pieces, and loops over experts, which tracing turns into loops over all experts.
+The rewritten attentions have already been compared in float64. This check covers the rest: pages, different lengths of
+requests, prompts read in pieces, and loops over experts, which tracing unrolls for all experts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _PAGE, _PIECES, _STEPS = 8, ((5, 6), (2,), (9, 3, 2)), 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _PACKED = 0.5
-"""Rounding to float8 has a relative error of about 1/40, which the model may amplify. Wrong rows have an error of 1."""
+"""Float8 rounding has a relative error of about 1/40, which the model may amplify. Wrong rows cause an error of 1."""
 
 
 def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
     """Read three prompts in pieces, decode them together, and compare the logits of each new token with the model's.
 
-    ``decode`` runs over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` if the relative
-    error exceeds what rounding explains.
+    ``decode`` needs pools of :func:`pages_needed` pages with 8 tokens each. Raises :class:`CaptureError` if the
+    relative error is larger than rounding explains.
     """
     model: PreTrainedModel = lm.model
     device = next(model.parameters()).device
@@ -61,7 +61,7 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
 
 
 def pages_needed() -> int:
-    """Return the number of pages for all requests of the check together; each request gets an equal share."""
+    """Return the number of pages for all requests of the check. Each request gets an equal share."""
     longest = max(sum(pieces) for pieces in _PIECES) + _STEPS
     return len(_PIECES) * -(-longest // _PAGE)
 

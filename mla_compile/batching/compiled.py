@@ -1,8 +1,8 @@
-"""Compile a graph with symbolic sizes by Inductor, and check the guards of that compilation.
+"""Compile a graph with symbolic sizes using Inductor, and check the guards of the compiled code in each call.
 
-The graphs come from ``torch.export``, so Dynamo does not check whether Inductor specialised a size. Complex rotations,
-for example, are specialised to the number of tokens in the example inputs. Each call's sizes are checked against the
-guards of the compiled code. If no code fits, the graph is compiled again, up to a limit.
+The graphs come from ``torch.export``, so Dynamo does not check whether Inductor specialised a size. For example,
+Inductor specialises complex rotations to the number of example tokens. If no compiled code fits a call's sizes, the
+graph is compiled again, up to a limit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Sizes = tuple[int, ...]
 
 
 class Compiled:
-    """A callable of a program's flat inputs that has compiled ``count`` times, and compiles ``limit`` times at most.
+    """A callable that takes a program's flat inputs. ``count`` is the number of compilations, at most ``limit``.
 
-    Once the limit is reached, a call whose sizes fit no compiled code runs the graph uncompiled.
+    After ``limit`` compilations, calls with sizes that no compiled code fits run the graph uncompiled.
     """
 
     def __init__(self, program: Program, patches: Mapping[str, object], limit: int, name: str) -> None:
@@ -63,7 +63,7 @@ class Compiled:
 
     @one_at_a_time()
     def _made_for(self, sizes: Sizes, inputs: Sequence[object]) -> Call:
-        call = self._fitting(sizes)  # another thread may have compiled it meanwhile
+        call = self._fitting(sizes)  # another thread may have compiled the graph meanwhile
         if call is None and self.count < self.limit:
             self.count += 1
             count("compilations", graph=self.name)
@@ -105,7 +105,7 @@ class Compiled:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with contiguous strides, even along axes of length 1, because compiled code checks them."""
+    """Return ``tensor`` with contiguous strides, because compiled code checks strides even of axes of length 1."""
     strides = make_contiguous_strides_for(tensor.shape)
     if tensor.stride() == strides:
         return tensor

@@ -38,42 +38,41 @@ logger = logging.getLogger(__name__)
 def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> Any:
     """Return a model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
 
-    The result is what :func:`mla_compile.optimize` returns for the model. It shares the model's weights, and the
-    scheduler of transformers can drive it like any other model, including in ``transformers serve
-    --continuous-batching``. Each request gets the tokens that ``generate()`` gives for this request alone. Decoding
-    reads the pages through ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. A
-    ``ContinuousBatchingConfig`` sets page size, number of blocks, memory budget, prefix sharing and eviction, counted
-    in latent rows. The attribute ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes per
-    token, and the compiled graphs.
+    The result is the model that :func:`mla_compile.optimize` returns. It shares the weights of ``model``. The scheduler
+    of transformers can drive it like any other model, including in ``transformers serve --continuous-batching``. Each
+    request gets the tokens that ``generate()`` gives for this request alone. Decoding reads the pages through
+    ``mla_compile::paged_decode_attention``. The scheduler cuts prompts into pieces. A ``ContinuousBatchingConfig`` sets
+    page size, number of blocks, memory budget, prefix sharing and eviction. Sizes are counted in latent rows. The
+    result's attribute ``mla_batching`` (a :class:`Batching`) has the report, the bytes per token, and the compiled
+    graphs.
 
     A model without latent attention is returned unchanged, with a warning.
 
     Args:
         model: a causal language model of transformers (5.23 or 5.24), on the device where it is to run.
-        warm_up: a ``ContinuousBatchingConfig``, or True for its defaults. The graphs are then compiled before this
-            function returns, for all sizes that can occur with a pool of that config: up to ``max_requests_per_batch``
+        warm_up: a ``ContinuousBatchingConfig``, or True for the default config. The graphs are then compiled before
+            this function returns, for all sizes that can occur with this config: up to ``max_requests_per_batch``
             requests (at most 256), any number of pages per request, and prompt pieces of up to 512 tokens. If the
-            config leaves ``num_blocks`` to the memory budget, a later pool may have another size, and the decode step
-            is compiled again for it.
+            memory budget determines ``num_blocks``, a later pool may have another size, and the decode step is then
+            compiled again.
         **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with one scale
             per row, so tokens may differ. ``context_parallel`` makes the ranks of a mesh share the pages.
 
     Raises:
-        InputError: ``model`` is no causal language model, the scheduler does not know the mesh of ranks that holds the
-            weights, or transformers is missing or too old.
+        InputError: ``model`` is no causal language model, the scheduler does not know the mesh of the weights, or
+            transformers is missing or too old.
         OptionError: an option does not exist or has an invalid value, or the ranks of ``context_parallel`` do not run
             the same steps.
-        CaptureError: the model has latent attention but cannot be decoded over pages; the message says why. All ranks
-            that hold the weights together raise it.
-        RankError: the ranks would serve different models, or one of them does not take part.
+        CaptureError: the model has latent attention but cannot be decoded over pages; the message says why. The error
+            is raised on all ranks that hold the weights together.
+        RankError: the ranks would serve different models, or one rank does not take part.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "init_continuous_batching"):
         raise InputError(
             f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
         )
     parsed = _options(options)
-    # This is called first, so that an unsuitable release of transformers or an unsuitable mesh of ranks is reported at
-    # once.
+    # This call comes first, so that an unsuitable transformers release or mesh of ranks is reported at once.
     _manager().mesh_of(model, parsed.context_parallel)
     fast = optimize(model, **options)
     try:
@@ -81,7 +80,7 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
     except (CaptureError, ExportError, InputError, NotMlaError) as error:
         if not isinstance(error, NotMlaError) and _has_latent_attention(model):
             raise error if isinstance(error, CaptureError) else CaptureError(str(error)) from error
-        # If the model has no latent attention, the reason why it cannot be traced does not matter to the user.
+        # If the model has no latent attention, users need not know why tracing failed.
         logger.debug("%s is served by transformers alone: %s", type(model).__name__, error)
         warn(f"{type(model).__name__} has no latent attention to absorb: it runs as in transformers")
         return model
@@ -98,7 +97,7 @@ def _warm_up(fast: PreTrainedModel, config: ContinuousBatchingConfig | None) -> 
 
 
 class Batching:
-    """The serving side of an optimized model: ``model.mla_batching``. Each copy of the model has its own.
+    """The serving side of an optimized model: ``model.mla_batching``. Each copy of the model has its own object.
 
     This object is also the model's ``init_continuous_batching``.
     """
@@ -122,7 +121,7 @@ class Batching:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """All compiled graphs, with the sizes that they have run with."""
+        """All compiled graphs, with the sizes that have been run."""
         return tuple(self.steps.graphs)
 
     @property
@@ -131,7 +130,7 @@ class Batching:
         return -(-self.steps.bytes_of_row() // self.steps.tokens_of_page(1))
 
     def install(self) -> None:
-        """Make this object the model's ``init_continuous_batching``, and its report the model's."""
+        """Attach this object to the model as ``init_continuous_batching``, and attach the report."""
         vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
         vars(self.model)["mla_report"] = self.report
 
@@ -142,7 +141,7 @@ class Batching:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: object = None,
     ) -> LatentManager:
-        """Return a manager over latent pages; otherwise like ``init_continuous_batching`` of transformers."""
+        """Return a manager over latent pages, like ``init_continuous_batching`` of transformers."""
         from transformers import ContinuousBatchingConfig  # imported on use, as everywhere in this file
 
         cached: LatentManager | None = getattr(self.model, "_cached_continuous_batching_manager", None)
@@ -177,7 +176,7 @@ def _options(options: dict[str, object]) -> Options:
 
 @one_at_a_time()
 def _graphs(model: PreTrainedModel, options: Options) -> StepGraphs:
-    """Build the graphs on all ranks that hold the weights together, or on none of them."""
+    """Build the graphs on all ranks that hold the weights together, or on none."""
     ranks = meeting_of(model, options)
     try:
         graphs = _verified(model, options, ranks)
@@ -198,7 +197,7 @@ def _verified(model: PreTrainedModel, options: Options, ranks: Meeting | None) -
     lm = wire(model)
     graphs = StepGraphs(lm, options, ranks=ranks)
     if options.verify:
-        # The check covers the graphs, not Inductor, so they run uncompiled.
+        # The check covers the graphs, not Inductor, so the graphs run uncompiled.
         plain = StepGraphs(lm, options, like=graphs)
         pools = plain.make_pools(pages_needed(), page_size(), next(model.parameters()).device)
         check(lm, plain, plain.decode(pools))

@@ -1,4 +1,4 @@
-"""The current load of all managers of this process, and :func:`metrics` of everything that is counted."""
+"""The current load of all managers in this process, and all counters (:func:`metrics`)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def gauges() -> dict[str, float]:
 
 
 def metrics() -> dict[str, Any]:
-    """Return what this process has counted so far: the figures that ``mla-compile serve`` shows at ``/metrics``.
+    """Return the figures that ``mla-compile serve`` shows at ``/metrics``, counted in this process.
 
     Returns:
-        By name: a number; a dict of numbers by label ("stop", "length"); or for a distribution a dict of its "count",
-            its "sum" (s), and its "buckets", the number of values up to each bound (s).
+        A value per name: a number, a dict from label ("stop", "length") to number, or a distribution. A distribution is
+            a dict of "count", "sum" (s), and "buckets", which maps each bound (s) to the number of values up to it.
     """
     found: dict[str, object] = dict(gauges())
     counts, distributions = counted(), distributed()

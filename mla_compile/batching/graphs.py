@@ -1,9 +1,9 @@
 """The graphs that a server runs: a decode step of many requests over pages, and a piece of one prompt.
 
-Both are traced once for all sizes: the numbers of requests, pages and tokens are symbols. A graph is compiled on its
-first call, and only once if Inductor leaves the sizes symbolic. Prompts have a second graph if the cheaper form depends
-on the length. The numbers of requests and pages are rounded up (:func:`bucket`). Code for one size then serves others,
-and only a few sizes occur if Inductor specialises.
+Both graphs are traced once for all sizes: the numbers of requests, pages and tokens are symbols. A graph is compiled on
+its first call. If Inductor specialises, the graph is compiled again for other sizes. Prompts have a second graph if the
+cheaper form depends on the length. The numbers of requests and pages are rounded up (:func:`bucket`), so that only a
+few sizes occur.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _POOLS = 4
 LEAST = 2
 """The smallest bucket.
 
-torch specialises a size of 1, so code for any number of requests is compiled for two or more.
+torch specialises a size of 1, so code for any number of requests is compiled with at least two requests.
 """
 
 
 def bucket(count: int) -> int:
-    """Return the number to which ``count`` requests, or pages of a request, are padded: a power of two, at least 2."""
+    """Return the power of two, at least 2, to which ``count`` requests or pages are padded."""
     return max(LEAST, 1 << (count - 1).bit_length())
 
 
 @dataclass
 class Graph:
-    """One compiled graph: what it computes, and the padded sizes that it has run with.
+    """One compiled graph, a description of what it computes, and the sizes that have been run.
 
-    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the number of
-    compilations allowed. ``replayed``: the recordings for these sizes, if there are any. ``received``: maps each
-    collective to the bytes per request that a decode step receives from other ranks.
+    ``buckets``: tuples of the sizes so far, rounded up to powers of two. ``limit``: the number of compilations allowed.
+    ``replayed``: recordings for these sizes, if any. ``received``: maps each collective to the bytes per request that a
+    decode step receives from other ranks.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Graph:
 
     @property
     def compilations(self) -> int:
-        """The number of compilations: one, or a few if the code for one size does not fit another size."""
+        """The number of compilations. It exceeds one if the code for one size does not fit another size."""
         return 0 if self.compiled is None else self.compiled.count
 
     def __str__(self) -> str:
@@ -96,10 +96,10 @@ class Decode:
 
 
 class StepGraphs:
-    """The graphs of a served model, traced and rewritten on creation, each compiled on its first call.
+    """The graphs of a served model. They are traced and rewritten on creation, and compiled on their first call.
 
-    Weights are read in every call, so changes in place take effect. Raises :class:`CaptureError` for a model whose
-    steps cannot run over pages. ``report`` covers the attentions of all graphs.
+    Weights are read in every call, so in-place changes take effect. Raises :class:`CaptureError` if the model's steps
+    cannot run over pages. ``report`` covers the attentions of all graphs.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StepGraphs:
         return sum(width * dtype.itemsize for width, dtype in kinds)
 
     def tokens_of_page(self, page: int) -> int:
-        """Return the number of tokens whose rows a page holds; the page has ``page`` rows on each rank."""
+        """Return the number of tokens in a page that has ``page`` rows on each rank."""
         return page if self.sharing is None else page * self.sharing.size
 
     @property
@@ -150,21 +150,21 @@ class StepGraphs:
         return int(self._decode.outputs[0].meta["val"].shape[-1])
 
     def bytes_to_read_token(self) -> int:
-        """Return the bytes per earlier token while reading a prompt: rows in all layers, and K and V in one layer."""
+        """Return the bytes per earlier token for reading a prompt: rows of all layers, and K and V of one layer."""
         sizes = [site.values_read_before for site in self.report.sites if site.values_read_before]
         rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
         return rows + max(sizes, default=0) * self.lm.dtype.itemsize
 
     def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Make pools of zeros [pages,page,width], one per cache; ranks that share a context each make their own."""
+        """Make one pool of zeros [pages,page,width] per cache. Each rank makes its own pools."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
     @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
-        """Return the decode step over these pools, compiled on its first call and, with ``replays``, also recorded.
+        """Return the decode step over these pools. Its first call compiles it, and records it if ``replays`` is given.
 
-        The code for the last few sizes of pools is kept. A recorded step is always built anew.
+        Code for the last few pool sizes is kept, but a recorded step is always built anew.
         """
         key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
         kept = None if replays else self._decodes.pop(key, None)
@@ -181,7 +181,7 @@ class StepGraphs:
         self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None
     ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
-        # The passes need the nodes of the copy, so the caches are found again in it.
+        # The passes need the copy's nodes, so the caches are found again in the copy.
         state = PagesState(Analyses(program), self.lm, pools, self.packed, self.sharing)
         run_passes(OVER_PAGES, state)
         names = state.names
@@ -206,10 +206,10 @@ class StepGraphs:
         return graph, run
 
     def read(self, ids: torch.Tensor, start: int, table: torch.Tensor, pools: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Read S >= 2 tokens ``ids`` [S] of one request, write their rows to its pages, return the last logits [vocab].
+        """Read S >= 2 tokens ``ids`` [S] of one request. Write rows to pages, and return the last logits [vocab].
 
-        ``start``: the position of the first token. ``table`` [M]: the request's pages. Ranks that share a context must
-        all call it.
+        ``start``: the position of the first token. ``table`` [M]: the request's pages. All ranks that share a context
+        must call this method.
         """
         kinds = list(zip(self.rows, pools, strict=True))
         past = [rows_of_pages(pool, table, start, rows, self.sharing) for rows, pool in kinds]
@@ -272,9 +272,9 @@ class StepGraphs:
         replays: type[Replayed] | None = None,
         changing: Sequence[str] = (),
     ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
-        """Return a callable that takes the inputs by name, and adds weights and folds to them.
+        """Return a callable that takes a dict of inputs. It supplies weights and folds itself.
 
-        With ``replays``, a call is recorded for its sizes. The inputs named in ``changing`` differ from call to call.
+        If ``replays`` is given, calls are recorded. The inputs named in ``changing`` differ from call to call.
         """
         program.gm.recompile()
         folds = FoldedWeights(program) if program.folds else None
@@ -317,5 +317,5 @@ class StepGraphs:
 
 
 def _like(shape: Sequence[int | None], tokens: int) -> list[int]:
-    """Return a cache's shape for one sequence: [1,...] with ``tokens`` along the axis that grows."""
+    """Return the shape [1,...] of one sequence's cache, with ``tokens`` along the growing axis."""
     return [1, *(tokens if n is None else n for n in shape[1:])]

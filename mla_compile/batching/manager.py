@@ -1,12 +1,12 @@
-"""Plug latent pages into transformers by subclasses of its manager, processor and scheduler.
+"""Plug latent pages into transformers with subclasses of its manager, processor and scheduler.
 
 * mla_compile provides the pool and executes the steps. transformers provides queues, schedules, sharing, eviction,
   sampling and threads.
-* Ranks that hold the weights together run the same steps, and the first of them distributes the requests, as in
-  transformers. A failure on only some ranks ends all ranks.
-* A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. A request
-  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests end with the loop's
-  error. If there is only one rank, the loop then restarts with an empty pool.
+* Ranks that hold the weights together run the same steps. As in transformers, the first rank distributes the requests.
+  A failure on only some ranks ends all ranks.
+* A request that could never run is refused when it arrives. A request whose id is in use gets a new id. If a request
+  fails or outgrows the pool, other requests continue. If the loop itself dies, all requests end with the loop's error.
+  If there is only one rank, the loop then restarts with an empty pool.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from mla_compile.errors import InputError, OptionError, RankError, brief
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
 _LONGEST_PIECE = 512
-"""Prompt pieces of up to this many tokens are warmed up; the code for this length also serves longer pieces."""
+"""Warm-up covers prompt pieces of up to this many tokens. The code for this length also serves longer pieces."""
 _MOST_REQUESTS = 256
 
 
 class LatentProcessor(ContinuousBatchProcessor):
-    """Prepares steps and processes the resulting tokens. A request that outgrows the pool does not end the others."""
+    """Prepares steps and processes the resulting tokens. If a request outgrows the pool, other requests continue."""
 
     steps: Steps
 
@@ -70,7 +70,7 @@ class LatentProcessor(ContinuousBatchProcessor):
         )
 
     def prepare_next_batch(self) -> bool:
-        """Prepare a batch as transformers does, but fail only one request where transformers would fail all of them.
+        """Prepare a batch as transformers does. If the pool is full, fail one request instead of all.
 
         transformers raises an error if the pool is full and no request can be put back into the queue.
         """
@@ -87,7 +87,7 @@ class LatentProcessor(ContinuousBatchProcessor):
                 self.fail(told, state)
 
     def fail(self, error: Exception, state: RequestState) -> None:
-        """End one request with the tokens that it has so far, and free its pages."""
+        """End one request with the tokens generated so far, and free its pages."""
         self._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
 
@@ -111,9 +111,9 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """Presents a model to transformers as if all its layers were of one kind; transformers refuses other models.
+    """Presents a model to transformers as if all layers were of one kind. transformers refuses other models.
 
-    This is safe: mla_compile owns the pools, and tracing the step proved that no layer hides any cached token.
+    This is safe: mla_compile owns the pools, and tracing the step proved that every layer attends to all cached tokens.
     """
 
     def __init__(self, of: PreTrainedModel | PreTrainedConfig, mesh: DeviceMesh | _Ranks | None = None) -> None:
@@ -139,7 +139,7 @@ class _OfOneKind:
 
 
 class _Ranks:
-    """The ranks of a group as a mesh with one unnamed axis; transformers uses all ranks of such a mesh."""
+    """Presents a process group as a mesh with one unnamed axis. transformers uses all ranks of such a mesh."""
 
     mesh_dim_names = None
 
@@ -157,9 +157,9 @@ class _Ranks:
 
 
 class _AlwaysAwake(threading.Event):
-    """Keeps a rank's loop awake, because all ranks would wait for a sleeping one.
+    """Keeps a rank's loop awake, because all other ranks would wait for a sleeping rank.
 
-    The loop waits for the first rank instead.
+    Instead, the loop waits for the first rank.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -191,7 +191,7 @@ class LatentManager(ContinuousBatchingManager):
         alone = self.distributed_helper.tp_size == 1
         self._replays = Replayed if wanted and alone and can_record(model.device) else None
         config = self.continuous_batching_config
-        # Capture and compilation in transformers apply to its own steps. Ours are compiled and recorded by mla_compile.
+        # Capture and compilation in transformers apply only to its own steps, so they are turned off.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
@@ -201,12 +201,11 @@ class LatentManager(ContinuousBatchingManager):
     def mesh_of(model: torch.nn.Module, context: DeviceMesh | None) -> DeviceMesh | _Ranks | None:
         """Return the mesh of the ranks that run the same steps; None if this rank runs steps alone.
 
-        These are the ranks that hold the weights of ``model`` together and the ranks of the mesh ``context``, which
-        share pages.
+        The ranks that hold the weights of ``model`` together run the same steps. So do the ranks of the mesh
+        ``context``, which share pages.
 
-        Raises :class:`InputError` if transformers would make other ranks run the same steps. Raises
-        :class:`OptionError` if ``context`` neither lies within the mesh of the weights nor forms the second axis of a
-        mesh of all ranks.
+        Raises :class:`InputError` if transformers would choose other ranks. Raises :class:`OptionError` unless
+        ``context`` lies within the mesh of the weights, or the two meshes are the axes of a mesh of all ranks.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None
@@ -240,7 +239,7 @@ class LatentManager(ContinuousBatchingManager):
         self.warm_up()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = 2) -> None:
-        """Compile for up to ``requests`` requests and ``tokens`` prompt tokens; ``told`` is called before each size."""
+        """Compile for up to ``requests`` requests and ``tokens`` prompt tokens. Call ``told`` before each size."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         assert self._steps is not None
@@ -248,13 +247,13 @@ class LatentManager(ContinuousBatchingManager):
         self.warmed_up = True
 
     def warm_up_for_all(self, told: Callable[[str], None]) -> None:
-        """Compile for all sizes that a step can have; ``told`` is called with what is being compiled."""
+        """Compile for all sizes that a step can have. Call ``told`` with a description of each size."""
         config = self.continuous_batching_config
         tokens = min(_LONGEST_PIECE, config.max_batch_tokens or _LONGEST_PIECE)
         self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
 
     def room(self) -> int:
-        """Return the most tokens that one request can have. This needs compiled graphs or a running thread."""
+        """Return the maximum number of tokens of one request. Call this after a warm-up or a start of the thread."""
         assert self._steps is not None
         return self._steps.room()
 
@@ -264,9 +263,9 @@ class LatentManager(ContinuousBatchingManager):
         super().start()
 
     def add_request(self, input_ids: object, request_id: str | None = None, *args: object, **how: object) -> str | None:
-        """Add a request as transformers does; ``mla_sampling`` tells how its tokens are drawn.
+        """Add a request as transformers does, and return its id. ``mla_sampling`` tells how its tokens are drawn.
 
-        If another unanswered request has the same id, the request gets an id derived from it. Returns the id.
+        If another unanswered request has this id, the new request gets a derived id.
 
         Raises :class:`InputError` if the id is not a string.
         """
@@ -289,7 +288,7 @@ class LatentManager(ContinuousBatchingManager):
         return added
 
     def add_requests(self, inputs: list[list[int]], *args: object, **how: object) -> list[str]:
-        """Add requests as transformers does, under ids that no unanswered request has."""
+        """Add requests as transformers does, with ids that no unanswered request has."""
         with self._request_lock:
             while not self.output_router.is_free(f"req_{self._request_counter + k}" for k in range(len(inputs))):
                 self._request_counter += 1
@@ -314,7 +313,7 @@ class LatentManager(ContinuousBatchingManager):
         super().stop(*args, **kwargs)
 
     def wait(self) -> None:
-        """Return when the generating thread has ended. Raises :class:`RankError` if an error ended it."""
+        """Wait until the generating thread has ended. Raises :class:`RankError` if an error ended the thread."""
         thread = self._generation_thread
         if thread is not None:
             thread.join()
@@ -322,7 +321,7 @@ class LatentManager(ContinuousBatchingManager):
         if error is not None:
             raise RankError(f"the generation loop died: {brief(error)}") from error
 
-    def _run_generation_loop(self, **how: object) -> None:  # transformers 5.24 passes whether it runs in inference mode
+    def _run_generation_loop(self, **how: object) -> None:  # transformers 5.24 gives an inference-mode flag
         while True:
             self._died = None
             super()._run_generation_loop(**how)
@@ -336,7 +335,7 @@ class LatentManager(ContinuousBatchingManager):
 
     def _handle_critical_error(self, error: Exception, batch_processor: LatentProcessor | None) -> None:
         # A restart would fail again if there is no pool, or if the loop has died several times before its first step.
-        # With several ranks, the others may still run, and transformers makes all of them stop.
+        # If there are several ranks, other ranks may still run, and transformers makes all ranks stop.
         several = self.distributed_helper.tp_size > 1
         if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
             with suppress(RuntimeError):  # raised if other ranks can no longer be reached
@@ -366,8 +365,7 @@ class LatentManager(ContinuousBatchingManager):
         scheduler.gone = lambda state: self.output_router.give_up(state.request_id, state.num_children + 1)
         processor = LatentProcessor(
             cache=pages,
-            # The processor reads only these attributes. It makes no mask for an attention implementation that it does
-            # not know.
+            # The processor reads only these attributes. It makes no mask for unknown attention implementations.
             config=SimpleNamespace(sliding_window=None, _attn_implementation="mla_compile"),
             generation_config=self.generation_config,
             continuous_batching_config=config,

@@ -1,8 +1,8 @@
-"""The pool of latent rows, with the bookkeeping of transformers: blocks, sharing, eviction, copies to the host.
+"""The pool of latent rows. transformers manages it: blocks, sharing, eviction, copies to the host.
 
-A *page* holds the rows of ``page_size`` tokens in one layer. A *block* consists of the pages of all layers at the same
-index in every pool. transformers divides memory into sectors of equal size. All blocks here are of one kind, so a
-sector is one block.
+A *page* holds the rows of ``page_size`` tokens in one layer. A *block* consists of the pages with one index in the
+pools of all layers. transformers divides memory into sectors of equal size. Latent pages have only one kind of block,
+so a sector is one block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESERVED = 2
 
 
 class LatentBlocks(FullAttentionCacheAllocator):
-    """Allocates the blocks of one pool to requests; the compiled graphs read and write the rows."""
+    """Allocates blocks to requests. The compiled graphs read and write the rows."""
 
     def __init__(self, layers: int, bytes_of_block: int, tokens: int, *, share: bool) -> None:
         self._before_cache_tensor_init(
@@ -45,7 +45,7 @@ class LatentBlocks(FullAttentionCacheAllocator):
         self.bytes_per_block = bytes_of_block
 
     def register_pools(self, pools: Sequence[torch.Tensor], pool: CachePool) -> None:
-        """Adopt pools [blocks,page,width]; transformers may use all blocks except the reserved ones."""
+        """Adopt pools [blocks,page,width]; transformers may use all blocks except the reserved blocks."""
         self.pool = pool
         self.num_blocks = len(pools[0]) - _RESERVED
         self.num_pages = self.num_blocks * self.pages_per_block
@@ -67,7 +67,7 @@ class LatentBlocks(FullAttentionCacheAllocator):
 class _Blocks:
     """The pools as one matrix of bytes [blocks, bytes_per_block], which transformers moves to and from the host.
 
-    The class has the three members of a tensor that the offloading of transformers uses.
+    The class has only the three members of a tensor that offloading in transformers uses.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -89,11 +89,11 @@ class _Blocks:
 
 
 class LatentPages(PagedAttentionCache):
-    """The cache that the scheduler of transformers sees, counted in latent rows.
+    """The cache that the scheduler of transformers sees. Its sizes are counted in latent rows.
 
-    All ranks have the same blocks, because a row has no heads to divide. If ranks share a context, each holds some rows
-    of every block, and a block has ``page_size`` tokens per rank. Raises :class:`InputError` if the memory budget of a
-    rank is too small for one block.
+    All ranks have the same blocks, because a row has no heads to divide. If ranks share a context, each rank holds some
+    rows of every block, and a block has ``page_size`` tokens per rank. Raises :class:`InputError` if a rank's memory
+    budget is too small for one block.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LatentPages(PagedAttentionCache):
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
         except (ValueError, MemoryError) as error:
             sizes, problem = (0, 0), error
-        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # a rank without memory takes part, too
+        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # even a rank without memory must take part
         self.max_batch_tokens, self.num_sectors = (int(size) for size in least)
         if not self.num_sectors:
             raise InputError(
@@ -136,12 +136,12 @@ class LatentPages(PagedAttentionCache):
         self.num_blocks = self.num_sectors
         self.read_cache_limit = None
         self.max_decode_fast_path_length = 0
-        # transformers allocates this number of read indices, and none are needed here. The number also limits how many
-        # rows a step reads, so `read_all` raises it later.
+        # transformers allocates this number of read indices, and latent pages need none. The number also limits how
+        # many rows a step reads, so `read_all` raises it later.
         self.max_tokens_read = 0
 
     def read_all(self) -> None:
-        """Let a step read any number of rows: attention finds them by block tables and needs no read indices."""
+        """Let a step read any number of rows. Attention finds rows through block tables and needs no read indices."""
         self.max_tokens_read = 1 << 62
 
     def extend_read_and_write_indices(self, *_: object) -> None:
@@ -157,11 +157,11 @@ class LatentPages(PagedAttentionCache):
         return blocks
 
     def room(self) -> int:
-        """Return the most tokens that one request can have."""
+        """Return the maximum number of tokens of one request."""
         return int(self.num_blocks * self.blocks.tokens_per_page)
 
     def unheld(self) -> int:
-        """Return the number of blocks that no request holds: free blocks, and blocks kept for their content."""
+        """Return the number of blocks that no request holds. Blocks kept for prefix sharing are included."""
         return int(self.pool.num_free_sectors + self.pool.count_free_blocks(0) + len(self.blocks.ledger.cached_blocks))
 
     def never_fits(self, state: RequestState) -> str | None:
@@ -173,7 +173,7 @@ class LatentPages(PagedAttentionCache):
 
 
 class _BlockMemory(PagedAttentionMemoryHandler):
-    """Counts how many blocks fit in memory, as transformers does, but for the tensors that latent pages need."""
+    """Counts how many blocks fit in memory. Unlike transformers, it counts the tensors that latent pages need."""
 
     def __init__(
         self,
@@ -206,5 +206,5 @@ class _BlockMemory(PagedAttentionMemoryHandler):
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """The bytes that a prompt piece reads per earlier token: rows from pages, and one layer's K and V at a time."""
+        """The bytes per earlier token that a prompt piece needs: rows from pages, and K and V of one layer."""
         return self._to_read

@@ -1,8 +1,8 @@
-"""Record a step once per set of sizes and replay it from then on, as a CUDA graph or XPU graph.
+"""Record a step once per set of sizes as a CUDA graph or XPU graph, and replay the recording later.
 
-A decode step of a few users consists of hundreds of short launches, and the host takes longer to issue them than the
-device takes to run them. A recording contains addresses. Inputs that change with each step are copied into the recorded
-tensors. Weights, folds and pools are read in place, and a step is recorded again if one of them has moved.
+A decode step of a few users consists of hundreds of short launches. The host needs more time to issue launches than the
+device needs to run them. A recording contains addresses. Inputs that change with each step are copied into the recorded
+tensors. Weights, folds and pools are read in place. If their addresses change, the step is recorded again.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def can_record(device: torch.device) -> bool:
 
 
 class Replayed:
-    """A callable of flat inputs that returns tensors and is recorded on its first call with each set of sizes.
+    """A callable of flat inputs that is recorded on its first call with each set of sizes.
 
     ``changing``: the positions of the inputs that change from call to call. Recording fails, for example, if an
-    operator waits for the device. The callable then runs unrecorded for these sizes from then on, with a warning.
+    operator waits for the device. Then a warning is logged, and calls with these sizes stay unrecorded.
     """
 
     def __init__(self, call: Call, changing: Sequence[int]) -> None:
         self._call, self._changing = call, tuple(changing)
         self._known: dict[Sizes, _Recording | None] = {}
-        # All recordings share one memory pool, because they run one after the other. The next run overwrites the
-        # results, so they are copied before it.
+        # All recordings share one memory pool, because they run one after the other. A run overwrites the results of
+        # the run before, so results are copied.
         self._pool = get_memory_pools()
 
     @property
     def count(self) -> int:
-        """The number of sets of sizes that are recorded."""
+        """The number of recordings, one per set of sizes."""
         return sum(recording is not None for recording in self._known.values())
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ class Replayed:
         return [result.clone() for result in recording.results]
 
     def _record(self, sizes: Sizes, inputs: Sequence[Any], stays: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-        """Run a step and then record it. The first run compiles and tunes kernels, which cannot be recorded."""
+        """Run a step, then record it. Kernels are compiled and tuned in the run, because this cannot be recorded."""
         self._known.pop(sizes, None)
         values = list(inputs)
         for at in self._changing:

@@ -1,4 +1,4 @@
-"""Track which requests are unanswered and where their answers go."""
+"""Track which requests are unanswered, and deliver their answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("mla_compile")
 class Router(OutputRouter):
     """Answers each request once, under an id that no other unanswered request has.
 
-    The scheduler of transformers identifies requests by their ids. If two requests had the same id, the second would
+    The scheduler of transformers identifies requests by ids. If two requests had the same id, the second request would
     write to the pages of the first.
     """
 
@@ -31,7 +31,7 @@ class Router(OutputRouter):
         return len(self._live)
 
     def take(self, wanted: str, copies: int) -> str:
-        """Reserve and return an id for a request with ``copies`` answers: ``wanted``, or a derived id if it is taken.
+        """Reserve an id for a request with ``copies`` answers: ``wanted``, or a derived id if ``wanted`` is in use.
 
         Raises :class:`InputError` if the id is not a string.
         """
@@ -83,5 +83,5 @@ class Router(OutputRouter):
 
 
 def _family(name: str, copies: int) -> set[str]:
-    """Return the ids of a request and of the copies that transformers makes of it."""
+    """Return the ids of a request and of the request's copies in transformers."""
     return {name, *(f"{name}__child#{k}" for k in range(copies - 1))}

@@ -1,6 +1,6 @@
-"""Draw the next token of a request according to that request's own settings.
+"""Draw the next token of each request according to the request's own settings.
 
-transformers samples all requests of a step with the same settings, those with which its scheduler was created.
+transformers samples all requests of a step with the settings of its scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_compile.errors import OptionError
 
 
 def check_drawn(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None) -> None:
-    """Raise :class:`OptionError` if a request has settings that would make the batched step fail."""
+    """Raise :class:`OptionError` if a request's settings would make the batched step fail."""
     check_sampling(temperature, top_k, top_p, seed)
     if temperature == 0:
         raise OptionError("temperature is 0, expected more; without a sampling the most probable token is taken")
@@ -38,8 +38,8 @@ class Sampling:
     Attributes:
         temperature: above 0.
         top_k: the number of most probable tokens to draw from; 0 means all.
-        top_p: tokens are drawn from the most probable tokens that together have this probability.
-        seed: the same seed gives the same tokens, unless rounding differs; None draws different tokens each time.
+        top_p: tokens are drawn from the most probable tokens whose probabilities sum to this value.
+        seed: equal seeds give equal tokens, unless rounding differs; None draws different tokens each time.
 
     Raises :class:`OptionError` for settings with which no token can be drawn.
     """
@@ -72,7 +72,7 @@ class Sampling:
         if self.top_p < 1.0:
             warpers.append(TopPLogitsWarper(self.top_p))
         probabilities = warpers(None, scores).softmax(-1)
-        if not probabilities.sum() > 0:  # the model computed NaN, and an error in multinomial would end the loop
+        if not probabilities.sum() > 0:  # the scores are NaN, and an error in multinomial would end the loop
             return scores[0].argmax(-1, keepdim=True)
         return torch.multinomial(probabilities, 1, generator=self._generator(scores.device))[0]
 
@@ -86,7 +86,7 @@ class Sampling:
 
 
 class LatentRunner(ModelRunner):
-    """Draws for each request by the request's own settings, if it has any."""
+    """Draws tokens with a request's own settings, if the request has settings."""
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         super()._sample(scores, output_ids)

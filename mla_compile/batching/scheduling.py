@@ -1,4 +1,4 @@
-"""A scheduler of transformers that accepts only valid requests, so that no request can end the others."""
+"""A scheduler of transformers that accepts only valid requests, so that no request can end other requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mla_compile.errors import InputError
 
 
 def latent_scheduler(kind: type[Any]) -> type[Any]:
-    """Return a subclass of ``kind`` that refuses invalid requests; the sender gets the error as the result."""
+    """Return a subclass of ``kind`` that refuses invalid requests. The sender gets the error as the result."""
 
     class Latent(kind):
         vocabulary = 0

@@ -1,7 +1,7 @@
-"""Run one step of the scheduler: a batch of requests, some decoding and some reading a piece of their prompt.
+"""Run one step of the scheduler. Some requests of the step decode, and others read a piece of their prompt.
 
 Requests with one new token run together, each over its own pages. Every piece of a prompt runs separately, because
-packed pieces would attend across requests. If a request makes the model fail, only that request fails.
+packed pieces would attend across requests. If a request makes the model fail, only this request fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_compile.errors import RankError, brief
 
 logger = logging.getLogger("mla_compile")
 Fails = Callable[[Exception, RequestState], None]
-"""Takes an error and the state of the request that the error ends."""
+"""A function of an error and the state of the request that ends with this error."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Part:
 
 
 class Steps:
-    """Stands in for the model in transformers: takes the packed tokens of a step and returns logits."""
+    """Replaces the model in transformers: takes the packed tokens of a step and returns logits."""
 
     def __init__(
         self, graphs: StepGraphs, pages: LatentPages, vocabulary: int, replays: type[Replayed] | None = None
@@ -47,23 +47,23 @@ class Steps:
         self.batch: Callable[[], list[FutureRequestState]] = list
         self.fails: Fails = _raise
         self.alike: Callable[[bool], bool] = lambda _: True
-        """Takes whether this step succeeded on this rank, and returns whether all ranks had the same outcome."""
+        """Takes whether this step succeeded on this rank. Returns whether all ranks had the same outcome."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Tell transformers that only the logits of each request's last token are returned."""
         return True
 
     def room(self) -> int:
-        """Return the most tokens that one request can have."""
+        """Return the maximum number of tokens of one request."""
         return self._pages.room()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = LEAST) -> None:
         """Compile the graphs by running them on dummy requests.
 
-        The code usually serves all sizes. For models where it specialises, it is compiled for up to ``requests``
-        requests per step, for all numbers of pages that a request can have, and for prompt pieces of up to ``tokens``
-        tokens. If ``requests`` is 1, only the smallest sizes are compiled. ``told`` is called with what is being
-        compiled.
+        Compiled code usually serves all sizes. If Inductor specialises, code is compiled for up to ``requests``
+        requests per step, for all possible numbers of pages per request, and for prompt pieces of up to ``tokens``
+        tokens. If ``requests`` is 1, only the smallest sizes are compiled. ``told`` is called with a description of
+        each size.
         """
         device = self._pages.device
         ids = torch.zeros(1, dtype=torch.long, device=device)
@@ -87,7 +87,7 @@ class Steps:
             start += future.query_length
             past = future.state.position_offset - future.query_length
             part = _Part(future, ids, past, self._pages.table(future.state.request_id))
-            if not future.query_length:  # this prompt waits to be forked before its last token
+            if not future.query_length:  # this prompt waits to be forked before its last token is read
                 done[number] = torch.zeros(self._vocabulary, device=ids.device)
             elif future.query_length == 1:
                 decoding.append((number, part))
@@ -110,7 +110,7 @@ class Steps:
             logits = self._on_all_ranks(lambda: self._decoded([part for _, part in decoding]))
         except RankError:
             raise
-        except Exception:  # an error that one request causes must not end the others
+        except Exception:  # one request may have caused the error, and the other requests must go on
             # A repeated step writes the same rows, so the requests can be retried one by one.
             count("fallbacks", reason="a decode step failed")
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
@@ -133,9 +133,9 @@ class Steps:
             self.fails(error, part.future.state)
 
     def _on_all_ranks(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the result of ``run`` if it succeeds on all ranks, and raise its error if it fails on all ranks.
+        """Return the result of ``run`` if all ranks succeed, and raise its error if all ranks fail.
 
-        Raises :class:`RankError` on all ranks if only some fail, because their collectives would no longer match.
+        Raises :class:`RankError` on all ranks if only some ranks fail, because later collectives would not match.
         """
         told = "a step failed on some ranks and not on others"
         try:
@@ -149,7 +149,7 @@ class Steps:
         return result
 
     def _decoded(self, parts: Sequence[_Part]) -> torch.Tensor:
-        """Decode one more token of each request; return logits [B',vocab], where B' is the bucket."""
+        """Decode one token of each request and return logits [B',vocab]. B' is the bucket."""
         device = self._pages.device
         B, M = bucket(len(parts)), bucket(max(len(part.table) for part in parts))
         spare = B - len(parts)
@@ -163,7 +163,7 @@ class Steps:
         return logits[:, -1].float()
 
     def _prompt(self, part: _Part) -> torch.Tensor:
-        """Write the rows of a piece of a prompt to its pages; return the logits [vocab] of its last token."""
+        """Read a piece of a prompt: write its rows to pages and return the logits [vocab] of its last token."""
         blocks = torch.tensor(part.table, dtype=torch.long).to(self._pages.device, non_blocking=True)
         return self._graphs.read(part.ids, part.past, blocks, self._pages.pools).float()
 

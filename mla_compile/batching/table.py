@@ -1,4 +1,4 @@
-"""The passes that make a step read and write pages. They run after the passes of :mod:`mla_compile.pipeline.table`."""
+"""Passes that make a step read and write pages. They run after the passes of :mod:`mla_compile.pipeline.table`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ASSERTS = (
 
 @dataclass
 class PagesState(GraphState):
-    """The input of these passes, and their results.
+    """The input and results of these passes.
 
     Attributes:
         lm: the model that the step belongs to.
@@ -49,16 +49,16 @@ class PagesState(GraphState):
 
 
 def cache_inputs(program: Program, count: int) -> list[fx.Node]:
-    """Return the placeholders of the caches: the first ``count`` that are not ids, positions, weights or folds."""
+    """Return the caches: the first ``count`` placeholders that are not ids, positions, weights or folds."""
     given = [n for n in program.placeholders if n.name not in program.weights]
     folds = {fold.placeholder for fold in program.folds}
     return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
 
 
 def drop_asserts(program: Program) -> int:
-    """Remove assertions about values that only tracing needed: for example, that each unrolled expert has tokens.
+    """Remove assertions that only tracing needed, for example that each unrolled expert has tokens.
 
-    An assertion about input sizes is removed if it holds for all sizes. Otherwise :class:`CaptureError` is raised.
+    Raises :class:`CaptureError` if an assertion about input sizes does not hold for all sizes.
     """
     graph = program.gm.graph
     found = [node for node in graph.nodes if node.target in _ASSERTS and not node.users]

@@ -33,7 +33,7 @@ class NotMlaError(MlaCompileError, TypeError):
 
 @dataclass(frozen=True)
 class Traced:
-    """A decode step, a piece of a prompt, the caches, and how ranks share the rows of the caches."""
+    """The rewritten graphs for a decode step and a prompt piece, the caches, and how ranks share cache rows."""
 
     decode: Outcome
     prompt: Outcome
@@ -42,7 +42,7 @@ class Traced:
 
 
 def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
-    """Trace and rewrite both graphs of ``lm``, in the same way on all ``ranks``.
+    """Trace and rewrite both graphs of ``lm``. All ``ranks`` make the same decisions.
 
     Raises :class:`NotMlaError` for a model without latent attention, and :class:`CaptureError` for a model whose steps
     cannot run over pages.
@@ -63,7 +63,7 @@ def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
 def _shared(
     lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
 ) -> Sharing | None:
-    """Return how the ranks of ``options.context_parallel`` share pages, or None. Warn if they cannot share them."""
+    """Return how the ranks of ``options.context_parallel`` share pages, or None. Warn if sharing is impossible."""
     sharing = sharing_of_model(lm.model, options)
     if sharing is None:
         return None
@@ -83,8 +83,8 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
         program = trace_step(lm, one_token=one_token)
     own = replace(options, cache_dtype="model")
     if one_token:
-        # The decode step must read rows in place, even if this costs more at the traced sizes. It runs on this machine,
-        # so it can use native products.
+        # The decode step must read rows in place, even if this costs more at the traced sizes. The step runs on this
+        # machine, so native products are possible.
         products = "native" if options.products == "auto" else options.products
         own = replace(own, forms="absorbed", products=products)
     name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()

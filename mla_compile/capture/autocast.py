@@ -5,7 +5,7 @@ graph traced above the dispatcher shows the call and the dtype of the result, bu
 
 Before: ``y = linear(x, w)`` with x and w float32, y bfloat16
 
-After: ``y = linear(_to_copy(x, bfloat16), _to_copy(w, bfloat16))``, which computes the same without autocast.
+After: ``y = linear(_to_copy(x, bfloat16), _to_copy(w, bfloat16))``, which gives the same y without autocast.
 
 The casts come from a trace of the kernel that autocast itself would run, not from a table of operators.
 """
@@ -46,7 +46,7 @@ def is_active() -> bool:
 
 
 def has_regions(gm: fx.GraphModule) -> bool:
-    """Whether a graph switches autocast. Raises :class:`CaptureError` if a nested graph does (a branch of ``cond``)."""
+    """Whether a graph switches autocast. Raises :class:`CaptureError` if a nested graph, as in ``cond``, does."""
     for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # an inlined graph's node has no users
         nested = operator.attrgetter(str(node.target))(gm)
         if isinstance(nested, fx.GraphModule) and (has_regions(nested) or _wraps(nested)):
@@ -60,7 +60,7 @@ def _wraps(gm: fx.GraphModule) -> bool:
 
 @contextmanager
 def acting(gm: fx.GraphModule) -> Iterator[None]:
-    """Let the nodes of ``gm`` that switch autocast take effect during a trace, which would otherwise only record them.
+    """Let the nodes of ``gm`` that switch autocast take effect during a trace, instead of only being recorded.
 
     If the trace fails, the previous autocast state is restored.
     """
@@ -93,12 +93,12 @@ def acting(gm: fx.GraphModule) -> Iterator[None]:
 def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
     """Write the casts of every operator into a traced graph, and remove the nodes that switch autocast.
 
-    The graph is assumed to begin in the current autocast state. ``renew``: recompute the recorded dtypes, which were
-    computed under other autocast settings. Raises :class:`CaptureError` for an operator whose casts are not visible.
+    The graph is assumed to begin in the current autocast state. ``renew``: recompute the dtypes in the graph, because
+    they belong to other autocast settings. Raises :class:`CaptureError` for an operator whose casts are not visible.
     """
     modes: dict[fx.Node, torch.autocast] = {}
     cached = torch.is_autocast_cache_enabled()
-    # With the cache on, the cast weights of the trace would be reused outside of it.
+    # With the cache on, weights that the trace casts would be reused after the trace.
     torch.set_autocast_cache_enabled(False)
     try:
         for node in list(gm.graph.nodes):
@@ -134,12 +134,12 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
         return False
     key = _kernel(node.target, keys)
     if key is not None:
-        # Autocast's kernel first casts, and then calls the operator with autocast off. Its trace contains the casts.
+        # Autocast's kernel casts, and then calls the operator with autocast off. A trace of the kernel has the casts.
         traced = _traced(node, lambda op, *args, **kwargs: op._op_dk(key, *args, **kwargs))
         if not _is_cast(traced, node):
             return False
     elif _is_composite(node.target):
-        # For a composite operator, autocast has no kernel. It acts on the operators of the decomposition.
+        # Autocast has no kernel for a composite operator, but acts on the operators of the decomposition.
         traced = _traced(node, lambda op, *args, **kwargs: op.decompose(*args, **kwargs))
         written = [_write(traced, own) for own in list(traced.graph.nodes)]
         if not any(written):
@@ -167,7 +167,7 @@ def _active_keys(node: fx.Node) -> list[DispatchKey]:
 
 
 def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey | None:
-    """Return the key of the kernel that autocast runs in place of ``op``; None if there is none."""
+    """Return the key of the kernel that autocast runs in place of ``op``, or None."""
     own = DispatchKeySet(DispatchKey.Undefined)
     for key in keys:
         name = str(key).rpartition(".")[2]
@@ -179,13 +179,13 @@ def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey |
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator decomposes into others. Views do not count: they compute nothing."""
+    """Whether an operator decomposes into others. This is False for views, which compute nothing."""
     views = any(returned.alias_info is not None for returned in op._schema.returns)
     return not views and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
-    """Return a graph over the node's inputs of the operators that ``call(operator, *arguments)`` runs."""
+    """Trace ``call(operator, *arguments)`` for a node. The placeholders of the trace are the node's inputs."""
     inputs = node.all_input_nodes
 
     def function(*values: Any) -> object:
@@ -207,7 +207,7 @@ def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
 
 
 def _is_cast(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the kernel does more than call the operator with the given arguments."""
+    """Whether the kernel does anything besides calling the operator with the given arguments."""
     calls = [own for own in traced.graph.nodes if own.op == "call_function"]
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     if len(calls) != 1 or calls[0].target is not node.target:
@@ -237,7 +237,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule) -> None:
 
 
 def _check_unchanged(node: fx.Node) -> None:
-    """Raise if autocast changes the result dtype of an operator that it neither casts nor decomposes."""
+    """Raise if autocast changes the result dtype of an operator without visible casts."""
     if not _is_floating(node) or _writes(node):
         return
     with without_autocast():

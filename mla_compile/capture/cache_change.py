@@ -17,13 +17,13 @@ class CachedTensor:
     """One K or V of the old signature.
 
     Attributes:
-        name: the name of the input, or of the input that this output extends; ``output N`` if there is none.
+        name: the name of the input, or of the input that an output extends; ``output N`` for other outputs.
         recipe: how this K or V is computed from its rows.
         leaves: the weights that the recipe uses.
-        rows: which of the program's row tensors this K or V is computed from, by index. K and V of one attention share
-            some row tensors.
-        holds: positions in ``rows`` of the tensors that replace this K or V in the new signature. Another K or V holds
-            the rest.
+        rows: the indices of the program's row tensors from which this K or V is computed. K and V of one attention
+            share some row tensors.
+        holds: positions in ``rows`` of the tensors that replace this K or V in the new signature. The other tensors
+            replace another K or V.
     """
 
     name: str
@@ -47,8 +47,8 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` has the dtypes of the row tensors, by index. ``written`` names the inputs that the program writes to.
-    These are buffers of full length, whose rows are zero where nothing has been written yet.
+    ``dtypes`` has one dtype for each row tensor. ``written`` names the inputs that the program writes to. These inputs
+    are buffers of full length, in which unwritten rows are zero.
     """
 
     inputs: tuple[CachedTensor, ...]
@@ -58,7 +58,7 @@ class CacheChange:
 
     @property
     def results(self) -> tuple[CachedTensor, ...]:
-        """The tensors that the program leaves for the next program: its outputs, and the buffers that it writes to."""
+        """The tensors that the next program reads: outputs of this program, and buffers that this program writes."""
         return (*self.outputs, *(t for t in self.inputs if t.name in self.written))
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ _WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.i
 
 
 def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
-    """Wrap ``capture`` so that the program also has the time that the capture took."""
+    """Wrap ``capture`` to record the capture's duration in the program."""
 
     @functools.wraps(capture)
     def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
@@ -59,9 +59,9 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
     """Capture a graph that Dynamo passes to a backend. This has to be called inside the backend.
 
-    The inputs that Dynamo reached as a parameter or buffer of a module are weights, with exceptions, because caches are
-    often buffers. A buffer of symbolic size is not a weight, and neither is an input that the graph writes to or
-    :func:`replaces <replaced>`. Tensors that a module holds in other ways are weights if the graph uses them as weights
+    Inputs that Dynamo reached as parameters or buffers of a module are weights. Caches may also be buffers, so there
+    are two exceptions: buffers of symbolic size, and inputs that the graph writes to or :func:`replaces <replaced>`.
+    Tensors that a module holds in other ways are weights if the graph uses them as weights
     (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` if the graph cannot be captured.
     """
     program = _functionalize(gm, list(example_inputs))
@@ -122,7 +122,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         gm = copy.deepcopy(exported.graph_module)
         if gm.graph.find_nodes(op="get_attr"):
             gm = calls_written_out(gm)
-        # Casts are written before torch makes the program functional: torch would write some casts and lose others.
+        # Casts are written before torch makes the program functional, because torch would lose some casts.
         autocast = has_regions(gm) or is_active()
         if autocast:
             write_casts(gm, renew=True)
@@ -232,7 +232,7 @@ def _functionalize(gm: fx.GraphModule, values: list[object]) -> Program:
 
 
 def _finish(program: Program) -> Program:
-    """Derive the fake mode and the aliases from the graph, and lint it."""
+    """Derive the fake mode and the aliases from the graph, and lint the graph."""
     for node in program.gm.graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             program.fake_mode = node.meta["val"].fake_mode
@@ -258,10 +258,10 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
-    """Remove the tokens that order side effects: the first ``count`` inputs and results. Return whether this succeeded.
+    """Remove the tokens that order side effects: the first ``count`` inputs and results.
 
-    It fails if an operator uses a token. A composite operator that checks its input (linalg_solve) adds a token that
-    nothing uses. The operator stays in the graph and continues to check.
+    Return False if an operator uses a token. A composite operator that checks its input (linalg_solve) adds an unused
+    token. The operator stays in the graph and still checks.
     """
     tokens = graph.find_nodes(op="placeholder")[:count]
     output = graph.output_node()
@@ -275,7 +275,7 @@ def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
 
 
 def _drop_grad_mode(graph: fx.Graph) -> None:
-    """Remove switches of grad mode. An inference graph needs none, and their effect would outlast the run."""
+    """Remove switches of grad mode. An inference graph needs no switch, and the effect would outlast the run."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)
@@ -295,9 +295,9 @@ def _is_module_state(source: object) -> bool:
 
 
 def replaced(program: Program) -> set[str]:
-    """Return the names of the inputs that the program returns with other values in some positions.
+    """Return the names of the inputs that the program returns with new values in some positions.
 
-    Examples are ``k`` in ``k = k.index_copy(...)``, and in ``k = cat([k[:, 1:], new], 1)``, which moves a window.
+    An example is ``k``, if the program returns ``k.index_copy(...)`` or ``cat([k[:, 1:], new], 1)``.
     """
     found: set[str] = set()
     for value in program.outputs[len(program.mutations) :]:
@@ -317,7 +317,7 @@ def replaced(program: Program) -> set[str]:
 
 
 def _is_resized(node: fx.Node) -> bool:
-    """Whether a tensor has symbolic sizes, because Dynamo has seen several sizes of it."""
+    """Whether a tensor has symbolic sizes, because Dynamo has seen several sizes of the tensor."""
     return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 

@@ -1,4 +1,4 @@
-"""Exports a causal language model of transformers as one function of flat tensors, after finding its cache tensors.
+"""Exports a causal language model of transformers as one function of flat tensors.
 
 Only the calling convention of transformers is assumed. The model takes ``input_ids``, ``attention_mask``,
 ``position_ids`` and a cache, and returns ``logits`` and the cache. The cache is an object whose ``layers`` hold
@@ -32,10 +32,10 @@ BATCH, QUERY, PAST = 2, 3, 7
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: its place, the axis of its tokens, and its shape.
+    """One tensor of a cache: its place, the token axis, and its shape.
 
-    ``axis`` is ``None`` for a tensor of fixed size. ``shape`` has ``None`` for the batch and for the tokens.
-    ``squeezed``: the tensor has four axes and a single head, and enters and leaves the graph without its head axis.
+    ``axis`` is ``None`` for a tensor of fixed size. ``shape`` has ``None`` for the batch and for the tokens. If
+    ``squeezed``, the tensor has four axes and a single head, and the graph uses it without the head axis.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class CacheTensor:
     squeezed: bool
 
     def of(self, cache: Cache) -> torch.Tensor:
-        """Return this tensor of a cache, in the shape in which it enters and leaves the exported graph."""
+        """Return this tensor of a cache, in the shape that the exported graph uses."""
         tensor: torch.Tensor = _read(cache.layers[self.layer], self.attribute, self.key)
         return tensor.squeeze(1) if self.squeezed else tensor
 
@@ -95,8 +95,8 @@ def wire(model: torch.nn.Module) -> CausalLM:
     """Find a model's cache tensors by running it on two short prompts.
 
     Raises :class:`InputError` for a module that does not follow the calling convention. Raises :class:`ExportError` for
-    a model that has weights on the meta device or does not run, and for a cache tensor whose first axis is not the
-    batch, that has several axes of tokens, or that has neither one row per token nor a fixed size.
+    a model that does not run or has weights on the meta device, and for an unsupported cache tensor. A cache tensor
+    must have the batch as first axis, at most one token axis, and one row per token or a fixed size.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]
@@ -114,9 +114,9 @@ def wire(model: torch.nn.Module) -> CausalLM:
 def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bool = False) -> ExportedProgram:
     """Return the model as an ExportedProgram.
 
-    It maps ``(input_ids, attention_mask, position_ids, *caches)`` to ``(logits, *caches)``. ``last_only``: return the
-    logits of the last token only, if the model supports that. ``experts``: the implementation of mixtures of experts in
-    the trace, if the model offers a choice. ``one_token``: trace calls with one query token.
+    The program maps ``(input_ids, attention_mask, position_ids, *caches)`` to ``(logits, *caches)``. ``last_only``:
+    return only the last token's logits, if the model supports this. ``experts``: the traced implementation of mixtures
+    of experts, if the model offers a choice. ``one_token``: trace calls with one query token.
     """
     query = 1 if one_token else QUERY
     device = next(lm.model.parameters()).device
@@ -173,7 +173,7 @@ class _Flat(torch.nn.Module):
         )
         new = [entry.of(cache_of(out)) for entry in lm.caches]
         if self._one_token:
-            # A padding token must not change a state of fixed size; in longer calls the model itself ensures that.
+            # A padding token must not change a state of fixed size. In longer calls, the model itself ensures this.
             real = attention_mask[:, -1] != 0
             for i, entry in enumerate(lm.caches):
                 if entry.axis is None:

@@ -1,6 +1,6 @@
-"""A causal language model as the two functions that a server calls.
+"""Exports a causal language model as the two functions that a server calls.
 
-One function computes one token for each of many requests. The other computes a piece of one prompt.
+One function computes one token for each of many requests. The other reads a piece of one prompt.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     """Export the model as a program that maps ``(input_ids, position_ids, *caches)`` to ``(logits, *caches)``.
 
     There is no mask, because no token is padding. With ``one_token``, the program takes one token for each of B
-    sequences with equally many cached tokens, and B is dynamic. Otherwise it takes two or more tokens of one sequence,
-    and returns only the last token's logits if the model supports that. Raises :class:`CaptureError` for a model that
-    cannot be traced in this way.
+    sequences with equally many cached tokens, and B is dynamic. Otherwise, it takes two or more tokens of one sequence,
+    and returns only the last token's logits if the model supports this. Raises :class:`CaptureError` if the model
+    cannot be traced.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     names = {BATCH: Dim("batch"), QUERY: Dim("query"), PAST: Dim("past", min=0)}
@@ -37,7 +37,7 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
             try:
                 return traced_program(step, inputs, dynamic_shapes=shapes)
             except torch._dynamo.exc.UserError:
-                # torch cannot prove `min(k, past) <= past` here. As an assert in the graph, it can be proved later.
+                # torch cannot prove `min(k, past) <= past` here. An assert in the graph can be proved later.
                 return traced_program(step, inputs, dynamic_shapes=shapes, deferred=True)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
@@ -46,9 +46,9 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
 def step_to_trace(
     lm: CausalLM, *, one_token: bool
 ) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[dict[int, int]]]:
-    """Return the model as a module of ``(input_ids, position_ids, caches)``, its inputs, and their dynamic axes.
+    """Return the model as a module of ``(input_ids, position_ids, caches)``, example inputs, and dynamic axes.
 
-    The dynamic axes of an input are a dict: axis -> its size in the trace (``BATCH``, ``QUERY`` or ``PAST``).
+    Each input has a dict of dynamic axes: axis -> size in the trace (``BATCH``, ``QUERY`` or ``PAST``).
     """
     device = next(lm.model.parameters()).device
     B, S = (BATCH, 1) if one_token else (1, QUERY)

@@ -1,9 +1,9 @@
-"""Rewrites graphs over DTensors, which are spread over several ranks, to graphs over one rank's local tensors.
+"""Rewrites graphs of DTensors, which are spread over several ranks, to graphs of this rank's local tensors.
 
-This is done before capture. A DTensor consists of this rank's local tensor and a spec, which says which slice of the
-whole tensor the local tensor is. An operator on DTensors runs operators on local tensors and collectives, as the specs
-determine. These replace the operator. Likewise, a node for the local tensor replaces the node of each DTensor. Weights
-are read as ``_local_tensor``, which is the same object in every call.
+The rewrite happens before capture. A DTensor consists of this rank's local tensor and a spec, which says what slice of
+the whole tensor is local. An operator on DTensors runs collectives and local operators. In the rewritten graph, these
+collectives and local operators replace the operator, and local tensors replace DTensors. Weights are read as
+``_local_tensor``, which is the same object in every call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCAL = "_local_tensor"
 
 @dataclass
 class Localized:
-    """The inputs of a graph over one rank's local tensors, which replace the inputs of the original graph."""
+    """The inputs of a rewritten graph, in which this rank's local tensors replace DTensors."""
 
     values: list[Any]
     opened: list[Opened] = field(default_factory=list)
@@ -45,7 +45,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def shared_weight(model: torch.nn.Module) -> str | None:
-    """Return the name of a weight that is a DTensor; None if there is none."""
+    """Return the name of a weight that is a DTensor, or None."""
     named = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in named if is_dtensor(tensor)), None)
 
@@ -57,7 +57,7 @@ def weight_meshes(model: torch.nn.Module) -> list[DeviceMesh]:
 
 
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
-    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's local tensors; return its new inputs.
+    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's local tensors. Return the new inputs.
 
     Raises :class:`CaptureError` if the graph writes to a DTensor input, or returns a DTensor.
     """
@@ -95,7 +95,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         def leave(node: fx.Node, value: Any, found: dict[fx.Node, object] = found) -> Any:
             if is_dtensor(value):
                 found[node], value = value._spec, value._local_tensor
-            # An alias gives each result its own node: a DTensor's local tensor may also be another value in the graph.
+            # An alias gives each result its own node, because another node may have the same local tensor.
             return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
@@ -181,10 +181,10 @@ def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:
 
 
 def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Return the ``touched`` operators in regions: one operator each, unless several have to be traced together.
+    """Group the ``touched`` operators into regions, which are traced one by one. Most regions have one operator.
 
-    Two operators are traced together if the value that one passes to the other is more than a tensor and its spec. It
-    may be a tuple, or a partial sum over ranks with further state (the rows of a vocabulary that this rank lacks).
+    Two operators share a region if one of them passes the other more than a tensor and a spec. Examples are tuples, and
+    partial sums with further state (which rows of a vocabulary this rank lacks).
     """
     leader = {node: node for node in touched}
 
@@ -202,7 +202,7 @@ def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in touched:
         groups.setdefault(find(node), []).append(node)
-    # Groups are sorted by their last operators, because all inputs of a group are available only at its last operator.
+    # Groups are sorted by their last operators, because all inputs are available only at a group's last operator.
     return sorted(groups.values(), key=lambda group: touched.index(group[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Emission: turns a :class:`Program` into an object of the captured kind, with mutations, aliases and signature."""
+"""Emission: turns a :class:`Program` back into the kind of object that was captured."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     """Return a graph that Dynamo and Inductor accept in place of the captured graph.
 
     Placeholders keep Dynamo's annotations (source, static address, example value), so that static inputs, CUDA graphs
-    and freezing work as before. The placeholder of a fold has no source and is marked as a static address. The graph's
-    constants are its buffers. AOTAutograd requires a source for each of them.
+    and freezing work as before. The placeholder of a fold has no source and is marked as a static address. Constants of
+    the graph become buffers, and each buffer gets a source, because AOTAutograd requires this.
     """
     gm, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
@@ -47,7 +47,7 @@ def to_graph_module(program: Program) -> fx.GraphModule:
         node.meta = {**origin.meta, "val": node.meta["val"]}
         node.type = origin.type
         if hasattr(origin, "_dynamo_source"):
-            node._dynamo_source = origin._dynamo_source  # Dynamo sets it as an attribute, too
+            node._dynamo_source = origin._dynamo_source  # Dynamo sets this attribute, too
     gm.meta = dict(original.meta)
     for name, value in vars(original).items():
         if name not in vars(gm):
@@ -62,14 +62,14 @@ def to_graph_module(program: Program) -> fx.GraphModule:
 def to_plain_graph_module(
     program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
 ) -> fx.GraphModule:
-    """Return a GraphModule with the original's calling convention, and with its parameters under their old names.
+    """Return a GraphModule with the original's calling convention and parameter names.
 
-    ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
-    several inputs, one for each row tensor that it holds, and each cache output becomes a tuple of row tensors.
+    ``folded`` has the values of the program's folds, which become buffers. With ``change``, row tensors replace each
+    cache input (one new input for each held row tensor), and a tuple of row tensors replaces each cache output.
     """
     written, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
-    gm = fx.GraphModule(written, written.graph)  # not a lazy one: the caller may pickle, script or copy it
+    gm = fx.GraphModule(written, written.graph)  # not a lazy module: the caller may pickle, script or copy it
     for fold in program.folds:
         value = (folded or {})[fold.placeholder]
         node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)
@@ -94,7 +94,7 @@ def to_plain_graph_module(
     output.args = (pytree.tree_unflatten(flat, spec),)
     if program.capture.autocast:
         _switch_autocast_off(gm.graph)
-    _check_inputs(gm, original)  # run before autocast is disabled: a failed check leaves autocast as it was
+    _check_inputs(gm, original)  # the checks run before autocast is disabled, in case a check raises
     gm.graph.set_codegen(original.graph._codegen)
     _keep_state(gm, original)
     gm.meta = dict(original.meta)
@@ -104,7 +104,7 @@ def to_plain_graph_module(
 
 
 def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Give ``gm`` the original's state dict: weights that are no longer read stay in it, and no buffer is added."""
+    """Give ``gm`` the original's state dict. Unused weights stay in the state dict, and no buffer is added."""
     present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     for name, tensor in (
         *original.named_parameters(remove_duplicate=False),
@@ -119,7 +119,7 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 
 
 def _switch_autocast_off(graph: fx.Graph) -> None:
-    """Disable autocast in the graph: its casts are explicit, and some products are in float32 on purpose."""
+    """Disable autocast in the graph. All casts are explicit, and some products are in float32 on purpose."""
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     devices = dict.fromkeys(v.device.type for v in values if torch.amp.is_autocast_available(v.device.type))
     for device in devices:
@@ -131,7 +131,7 @@ def _switch_autocast_off(graph: fx.Graph) -> None:
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Keep the original's input checks. If it was captured for example inputs, also reject other shapes and dtypes."""
+    """Keep the original's input checks. If the capture used example inputs, also reject other shapes and dtypes."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
     inputs = {node: by_name[node.name] for node in known}
@@ -242,7 +242,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 
 def _write_at_once(program: Program) -> None:
-    """Write appended rows into the buffer where they are computed. Nothing has read these positions before."""
+    """Write appended rows into the buffer as soon as they are computed. No earlier node reads these positions."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
         if one.input is None or not one.grows:
@@ -259,7 +259,7 @@ def _write_at_once(program: Program) -> None:
 
 
 def _return_shares(program: Program) -> None:
-    """Let the graph return only this rank's rows of caches that begin in this call, as separate tensors."""
+    """For caches that begin in this call, return copies of this rank's rows instead of whole buffers."""
     graph, outputs = program.gm.graph, list(program.outputs)
     gone = [one.output for one in program.appends if one.input is not None and one.output is not None]
     for one in program.appends:
@@ -269,7 +269,7 @@ def _return_shares(program: Program) -> None:
         assert sharing is not None
         at = len(program.mutations) + one.output - sum(place < one.output for place in gone)
         buffer: fx.Node = outputs[at]
-        # The slice directly follows the buffer, so that the whole buffer lives no longer than its readers need.
+        # The slice directly follows the buffer, so that the whole buffer can be freed after its last other reader.
         call = Builder(buffer.next, program.fake_mode).call
         own = call(aten.slice.Tensor, buffer, one.axis, sharing.rank, one.total, sharing.size)
         outputs[at] = call(aten.clone.default, own, memory_format=torch.contiguous_format)
@@ -293,7 +293,7 @@ def _view_again(graph: fx.Graph, value: fx.Node, new: object, written: fx.Node) 
 
 
 def _keep_old_values(program: Program) -> None:
-    """Clone every output that is a view of an input about to be overwritten: the caller expects the old value."""
+    """Clone every output that is a view of an overwritten input, because the caller expects the old value."""
     graph = program.gm.graph
     output = graph.output_node()
     named = program.named()

@@ -1,4 +1,4 @@
-"""The signature of a program whose K and V became rows: each K or V becomes a tuple of the rows that it holds."""
+"""Changes the signature of a program whose K and V became rows. A tuple of rows replaces each K or V."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_in_place(
 ) -> tuple[dict[str, list[fx.Node]], list[object]]:
     """Return the row placeholders of each old cache input, and the flat outputs, as nodes of ``gm``.
 
-    ``gm`` is a module made from the program. Among the outputs, a list of rows replaces each K or V.
+    ``gm`` is a module made from the program. In the outputs, a list of rows replaces each K or V.
     """
     cache = program.cache
     assert cache is not None
@@ -60,7 +60,7 @@ def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
 def new_signature(
     program: Program, change: CacheChange, signature: ExportGraphSignature
 ) -> tuple[dict[str, list[fx.Node]], list[object]]:
-    """Put the row inputs and outputs into ``signature`` and into the graph; return those of :func:`rows_in_place`."""
+    """Put the row inputs and outputs into ``signature`` and the graph. Return the result of :func:`rows_in_place`."""
     inputs, outputs = rows_in_place(program, change, program.gm)
     specs: list[InputSpec] = []
     for spec in signature.input_specs:
@@ -83,7 +83,7 @@ def new_signature(
 
 
 def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
-    """Return the output specs of the program, with the new rows in place of the buffers that they represent."""
+    """Return the output specs of the program, with written rows in place of written buffers."""
     specs: list[OutputSpec] = []
     for spec in signature.output_specs:
         rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
@@ -97,7 +97,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
 ) -> tuple[object, ...]:
-    """Order the inputs of ``gm``. Return its outputs, one for each output of the original, with rows in tuples."""
+    """Order the inputs of ``gm``. Return one output for each output of the original, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
             'cache="latent" changes the inputs of a GraphModule, and this one takes nested ones; '
@@ -121,7 +121,7 @@ def new_calls(
     inputs: dict[str, list[fx.Node]],
     outputs: Sequence[object],
 ) -> list[ModuleCallEntry]:
-    """Return the call signatures, with new trees of inputs and outputs for the whole program."""
+    """Return the call entries, with new input and output trees in the whole program's entry."""
     top, *others = entries
     assert top.signature is not None
     in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])
@@ -163,7 +163,7 @@ def new_examples(
 def new_guards(
     guards: Sequence[str], signature: ModuleCallSignature, user_inputs: Sequence[str], change: CacheChange
 ) -> list[str]:
-    """Rewrite the conditions on input sizes, so that they read the sizes of rows.
+    """Rewrite conditions on sizes of K and V as conditions on sizes of rows.
 
     A condition is Python code over ``L['argument']...``. A condition on an axis that rows do not have (the heads of K)
     is dropped, because the recipe fixes the size of this axis.
@@ -188,7 +188,7 @@ def new_guards(
 
 
 def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None]) -> pytree.TreeSpec:
-    """Return the tree in which a tuple of leaves replaces each leaf that became rows."""
+    """Return ``spec`` with a tuple of leaves in place of each leaf that became rows."""
     leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
     return pytree.tree_structure(_rebuilt(spec, leaves))
 

@@ -1,8 +1,8 @@
 """Makes exported programs functional: in-place writes to inputs become results, which the signature describes.
 
-A graph whose operators write nothing is already functional. For any other graph, torch's ``run_decompositions`` would
-run the graph twice, as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies,
-the graph is traced only once, and the program is rebuilt around the result.
+A graph whose operators write nothing is already functional. If :func:`mla_compile.capture.functional.traced_once`
+supports any other graph, the graph is traced once, and the program is rebuilt around the trace. The last resort is
+torch's ``run_decompositions``, which runs the graph twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_compile.core.program import results_of
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """Return ``exported`` with the functional form of the graph ``gm``, which has the same inputs and results.
+    """Return ``exported`` with the functional form of ``gm``, a graph with the inputs and results of ``exported``.
 
     Raises whatever an operator raises.
     """
@@ -95,7 +95,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
 def _around(
     exported: torch.export.ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature
 ) -> torch.export.ExportedProgram:
-    """Return ``exported`` with another graph, and the signature of that graph."""
+    """Return ``exported`` with the graph ``gm`` and the graph's signature."""
     return torch.export.ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -114,7 +114,7 @@ def _is_transform(node: fx.Node) -> bool:
 
 
 def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
-    """Return the output spec that writes ``new`` to an input after the call; None for a parameter or constant."""
+    """Return the output spec that writes ``new`` to an input after the call, or None for a parameter or constant."""
     if spec.kind is InputKind.USER_INPUT:
         return OutputSpec(OutputKind.USER_INPUT_MUTATION, TensorArgument(new.name), node.name)
     if spec.kind is InputKind.BUFFER:
@@ -132,11 +132,11 @@ def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> t
 def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
     """Return ``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
 
-    With nested inputs, ``run_decompositions`` would build their containers. A container may compute values when it is
-    built (the DynamicCache of transformers appends to empty tensors). They would become constants that nothing owns.
+    With nested inputs, ``run_decompositions`` would build containers. Building a container may compute tensors (the
+    DynamicCache of transformers appends to empty tensors), which would become constants without an owner.
     """
     first, *rest = exported.module_call_graph
-    assert first.signature is not None  # the first entry is the whole program's
+    assert first.signature is not None  # the first entry describes the program
     results = results_of(gm.graph)
     graph_signature = _named_like(exported.graph_signature, gm.graph.find_nodes(op="placeholder"), results)
     names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
@@ -161,9 +161,9 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 def _named_like(
     signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[object]
 ) -> ExportGraphSignature:
-    """Return a copy of ``signature`` with the names of ``inputs`` and ``results``, which are from a copied graph.
+    """Return a copy of ``signature`` with the names of ``inputs`` and ``results``, which are nodes of a copied graph.
 
-    In a copied graph, inlined nodes have new names. Inputs with the name of a builtin (``input``) are renamed, too.
+    A copied graph has new names for inlined nodes, and for inputs with the name of a builtin (``input``).
     """
     signature = copy.deepcopy(signature)
     renamed: dict[str, str] = {}

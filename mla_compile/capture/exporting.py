@@ -18,8 +18,8 @@ def traced_program(
 ) -> torch.export.ExportedProgram:
     """Run ``torch.export.export`` in non-strict mode. ``deferred``: conditions on sizes become asserts in the graph.
 
-    The cache of fake tensors is disabled. With dynamic sizes it costs more than it saves: tracing and decomposing the
-    steps of a model would take a quarter longer. The program would also keep the cached tensors alive.
+    The cache of fake tensors is disabled. With dynamic sizes, the cache would make tracing and decomposing a model's
+    steps a quarter slower. The program would also keep the cached tensors alive.
     """
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         return torch.export.export(

@@ -1,10 +1,10 @@
 """Traces a module into a functional graph: in-place writes to inputs become results.
 
-``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
-The first run takes up to a third of a capture. This module traces only once, with torch's functional tensors, which
-record writes, and inspects the inputs afterwards. ``aot_export_module`` is still called wherever its result might
-differ: for writes to inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
-streams, and sizes that the trace specialises to constants after they were used as symbols.
+``aot_export_module(pre_dispatch=True)`` runs the module twice. The first run only finds the inputs that are written,
+and takes up to a third of a capture. :func:`traced_once` traces once, with torch's functional tensors, which record
+writes. ``aot_export_module`` is still called if its result might differ: for writes to inputs that share memory, inputs
+whose shape or memory is replaced, operators with side effects, streams, and sizes that become constants during the
+trace.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Functional:
 
     Attributes:
         gm: the graph. It returns the new value of each input that is written to, then the results of the module.
-        written: the positions of the inputs that are written to, in the order of their values in the results.
-        tokens: the number of tokens that order side effects. They precede the inputs and the results.
+        written: the positions of the inputs that are written to, in the order of the new values.
+        tokens: the number of tokens that order side effects. Tokens precede the inputs and the results.
     """
 
     gm: fx.GraphModule
@@ -62,7 +62,7 @@ def functionalized(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
 
 @contextmanager
 def _whole_operators() -> Iterator[None]:
-    """Silence torch's warning that library operators without their own kernel stay one node, which is intended."""
+    """Silence torch's warning about library operators that stay one node, as intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
         yield
@@ -94,7 +94,7 @@ class FakeInputs:
 
 
 def fake_inputs(gm: fx.GraphModule, values: Sequence[object]) -> FakeInputs | None:
-    """Return the inputs of a trace of ``gm`` for ``values``; None if the graph or a value needs torch's own trace."""
+    """Return the inputs of a trace of ``gm`` for ``values``, or None if only torch's own trace supports a value."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
     mode = detect_fake_mode(given)
@@ -129,8 +129,8 @@ def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | No
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # make_fx looks here for the modules of nodes
-    # Without this reset, torch would do the following for each operator: search all operators that this process has
-    # dispatched for cached handlers to drop. It would find none, because torch caches no pre-dispatch handlers.
+    # Without this reset, torch would search all operators that this process has dispatched for cached handlers, once
+    # for each traced operator. The search would find nothing, because torch caches no pre-dispatch handlers.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
@@ -159,7 +159,7 @@ def _has_streams(graph: fx.Graph) -> bool:
 
 
 def _fake(mode: FakeTensorMode, value: object, *, of_module: bool) -> object:
-    """Return ``value`` as a fake tensor of ``mode``: the fake tensor that Dynamo made for it, if there is one."""
+    """Return ``value`` as a fake tensor of ``mode``: Dynamo's fake tensor for ``value``, if there is one."""
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
         return value
     context = TracingContext.try_get()

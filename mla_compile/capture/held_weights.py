@@ -1,13 +1,13 @@
 """Finds weights that modules hold in plain attributes, as tensors that are neither parameters nor buffers.
 
 For example, serving code splits an up-projection once after loading and keeps the halves as attributes
-(``self.w_uk = w[:, :N]``). In a trace, such a tensor differs from a cache in an attribute only by its use in the
-graph. A weight is only multiplied by rows of this call, as a matrix or feature by feature. A cache is written to,
-concatenated with new rows, returned, read by an attention, or multiplied by queries before a softmax and by
-probabilities after the softmax.
+(``self.w_uk = w[:, :N]``). A cache may also be an attribute. Only the use in the graph tells weights and caches apart.
+A weight is only multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, concatenated
+with new rows, returned, read by an attention, or multiplied by queries before a softmax and by probabilities after the
+softmax.
 
-Like a parameter, a held weight is read anew in every call. If values were computed from it ahead of time, each call
-checks that they still fit the tensor in the attribute.
+Like a parameter, a held weight is read anew in every call. Values that were computed from a held weight ahead of time
+are checked against the attribute's tensor in each call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def is_held(source: object) -> bool:
 def held_weights(graph: fx.Graph, known: Collection[str], held: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names of the inputs in ``held`` that are weights. ``known`` names inputs that certainly are weights.
 
-    ``held`` has inputs of fixed size that the graph does not write to. (If a graph writes to such a tensor through
-    another input, it cannot be made functional.)
+    ``held`` has inputs of fixed size that the graph does not write to. (A graph that writes to such a tensor through
+    another input cannot be made functional.)
     """
     plain = {name for name, value in held.items() if isinstance(value, FakeTensor) or type(value) is torch.Tensor}
     if not plain:
@@ -78,7 +78,7 @@ def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
-    """Whether ``node`` multiplies rows feature by feature: each by its own number, which is the same for all rows."""
+    """Whether ``node`` multiplies every row by the same vector, feature by feature."""
     if packet(node) is not aten.mul:
         return False
     held = [one for one in node.all_input_nodes if one in constant]
@@ -86,7 +86,7 @@ def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _weigh(rows: fx.Node) -> bool:
-    """Whether an operand of a product may hold probabilities: no other product lies between it and a softmax."""
+    """Whether an operand may hold probabilities: a softmax is upstream, with no product in between."""
     if _is_softmax(rows) or is_contraction(rows):
         return _is_softmax(rows)
     return bool(nearest(rows, lambda n: n.all_input_nodes, _is_softmax, is_contraction)[0])

@@ -1,9 +1,9 @@
 """Inlines graphs nested in a Dynamo graph.
 
-Two kinds of nested graphs prevent ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
-(``torch.utils.checkpoint``, regions marked for compilation), and the levels of ``torch.func`` (vmap), whose batched
-tensors exist only below the dispatcher. The inlined graph computes the same results. If the passes rewrite nothing, the
-original graph is compiled.
+``aot_export_module(pre_dispatch=True)`` does not support two kinds of nested graphs. The first kind is called once by
+an operator (``torch.utils.checkpoint``, regions marked for compilation). The second kind is a level of ``torch.func``
+(vmap), whose batched tensors exist only below the dispatcher. If the passes rewrite nothing, the original graph is
+compiled.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mla_compile.capture.regions import write_out
 from mla_compile.core.program import copy_graph, graph_module
 from mla_compile.errors import CaptureError
 
-# Operator -> the positions, among its arguments, of its nested graph and of its first operand.
+# Operator -> the positions of two arguments: the nested graph and the first operand.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
-_CALLERS["invoke_subgraph"] = (0, 2)  # between the two: the name of the region
-# before the graph: the device, the dtype, whether autocast is on, whether casts are cached
+_CALLERS["invoke_subgraph"] = (0, 2)  # argument 1 is the name of the region
+# arguments 0 to 3: the device, the dtype, whether autocast is on, whether casts are cached
 _CALLERS["wrap_with_autocast"] = (4, 5)
-_CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before the graph: the mode, which is irrelevant without gradients
+_CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # argument 0 is the mode, which is irrelevant without gradients
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of ``gm`` without nested calls and levels of ``torch.func``; ``gm`` itself if it has none."""
+    """Return a copy of ``gm`` without nested calls and levels of ``torch.func``, or ``gm`` if it has none."""
     gm = calls_written_out(gm)
     if not any(map(_is_level, gm.graph.nodes)):
         return gm
@@ -49,7 +49,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of ``gm`` without nested calls; ``gm`` itself if it has none."""
+    """Return a copy of ``gm`` without nested calls, or ``gm`` if it has none."""
     if next(_calls(gm, gm.graph), None) is None:
         return gm
     graph = copy_graph(gm.graph)
@@ -74,7 +74,7 @@ def levels_restored() -> Iterator[None]:
 
 
 def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[object]]]:
-    """Yield each node that calls a nested graph once, with the nested graph and its operands."""
+    """Yield each node that calls a nested graph once, with the nested graph and the operands."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue

@@ -23,13 +23,13 @@ class Migrated(NamedTuple):
 
 
 def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """Recover the latent rows from the K and V of an existing cache, and from the weights that expand rows to K and V.
+    """Recover the latent rows of an existing cache from K, V, and the weights that expand rows to K and V.
 
     The rows are the least-squares solution in float64 over all tensors that are computed from the same rows. The error
-    is the largest relative difference (2-norm) between a given tensor and the tensor recomputed from its rows.
+    is the largest relative difference (2-norm) between a given tensor and the tensor recomputed from rows.
 
-    Raises :class:`InputError` if these weights did not make a tensor: its error exceeds ``tolerance`` even before rows
-    are rounded to float8. The default tolerance is 64 times the rounding error of the dtype.
+    Raises :class:`InputError` if other weights made a tensor. This is assumed if the tensor's error, without float8
+    rounding, exceeds ``tolerance``. The default tolerance is 64 times the rounding error of the dtype.
     """
     if len(cached) != len(change.inputs):
         names = ", ".join(t.name for t in change.inputs)
@@ -42,7 +42,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
     for tensor, given in zip(change.inputs, cached, strict=True):
         recipe = tensor.recipe
         plain = [_in_precision(solved[r], change.dtypes[r], recipe.dtype) for r in tensor.rows]
-        # This check uses the unpacked rows: float8 would add an error of its own.
+        # This check uses the unpacked rows, because float8 would add an error.
         again = expand(replace(recipe, packed=()), plain, tensor.leaves, at_once)
         one = _relative(again.double() - given.double(), given.double())
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(given.dtype).eps
@@ -59,7 +59,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
 
 
 def _in_precision(rows: torch.Tensor, held: torch.dtype, computed: torch.dtype) -> torch.Tensor:
-    """Return rows in the dtype in which they are held; if they are held packed (as bytes), in the dtype of K and V."""
+    """Return rows in the dtype ``held``, or in the dtype ``computed`` of K and V if ``held`` is packed bytes."""
     return rows.to(held if held.is_floating_point else computed)
 
 
@@ -80,7 +80,7 @@ class _Equation(NamedTuple):
 
 
 def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
-    """Return the linear equations that one K or V imposes on its rows, one equation for each range of its columns."""
+    """Return the linear equations that one K or V imposes on rows, one equation for each range of columns."""
     recipe, stacked = tensor.recipe, [given]
     for gone, axis in enumerate(recipe.stacked):
         stacked = [x for one in stacked for x in one.unbind(axis - sum(k < axis for k in recipe.stacked[:gone]))]

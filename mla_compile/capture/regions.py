@@ -29,7 +29,7 @@ def write_out(
     enter: Convert = lambda node, value: value,
     leave: Convert = lambda node, value: value,
 ) -> list[fx.Node]:
-    """Replace ``region`` by the operators that it runs, traced on fake values; return the nodes of its results.
+    """Replace ``region`` by the operators that it runs, traced on fake values. Return the nodes of the results.
 
     The nodes of ``region`` are in graph order, and ``owner`` has the constants of the graph. ``enter`` converts the
     value of a node outside the region to the value that the region reads. ``leave`` converts a result of the region to
@@ -52,8 +52,8 @@ def write_out(
 
     def run(*values: Any, numbers: Any = maybe_enable_thunkify) -> Any:
         given = dict(zip(operands, values, strict=True))
-        # Below the dispatcher, the fused attention operators depend on the device; the math backend does not. Sizes
-        # that are used only in metadata are not traced.
+        # Below the dispatcher, fused attention operators depend on the device, but the math backend does not. With the
+        # default ``numbers``, sizes that are used only in metadata are not traced.
         with sdpa_kernel(SDPBackend.MATH), numbers():
             read = [enter(n, given.get(n, n.meta["example_value"])) for n in inputs if n.op != "get_attr"]
             results = fx.Interpreter(module).run(*read)
@@ -66,9 +66,9 @@ def write_out(
         try:
             traced = make_fx(run)(*values)
         except RecursionError:
-            # DTensor caches symbolic numbers across traces. If n = s + 1 comes from another trace and numbers are
-            # traced lazily, the tracer expresses s as n - 1, then n by s, without end. Eager tracing computes n from
-            # the input s. It is only the fallback, because it traces every number, and some cannot be traced.
+            # DTensor caches symbolic numbers across traces. If n = s + 1 comes from another trace, a lazy tracer
+            # expresses s by n, and n by s, without end. An eager tracer computes n from the input s. Eager tracing is
+            # only the fallback, because some numbers cannot be traced.
             traced = make_fx(functools.partial(run, numbers=nullcontext))(*values)
     results = splice(owner, region[-1], traced, operands)
     for node, result in zip(outputs, results, strict=True):

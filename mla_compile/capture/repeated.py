@@ -1,12 +1,12 @@
-"""Makes a graph functional layer by layer: each repeated stretch is traced once, and its trace is copied.
+"""Makes a graph functional layer by layer. Each kind of repeated stretch is traced once, and the trace is copied.
 
-A trace takes milliseconds per operator, and the layers of a model are of only two or three kinds. Equal calls on equal
-inputs give equal traces with equal guards. :func:`mla_compile.repeats.find.form` defines equality, which includes
-dtypes, sizes with their symbols, and places in memory.
+A trace takes milliseconds per operator, and a model has only two or three kinds of layers. Equal calls on equal inputs
+give equal traces with equal guards. :func:`mla_compile.repeats.find.form` defines equality, which includes dtypes,
+sizes with their symbols, and places in memory.
 
-Because stretches are traced separately, a write is visible only in the stretch that writes. Later stretches receive the
-new value instead. This works only if the write is to an input of the graph, and if no other value that is passed
-between stretches shares the memory of that input.
+Because stretches are traced separately, later stretches do not see a write. They receive the new value instead. This
+works only if the written tensor is an input of the graph, and shares no memory with other values that are passed
+between stretches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LABELS = ("stack_trace", *_COPY_META_FIELDS)
 class _Piece:
     """The trace of a kind of stretch.
 
-    ``origins`` maps a node of the trace to the call that it came from, given by the call's position in the stretch.
+    ``origins`` maps a node of the trace to the traced call, given by the call's position in the stretch.
     """
 
     traced: Functional
@@ -43,9 +43,9 @@ class _Piece:
 
 
 def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
-    """Return the functional graph of ``gm`` for ``values``, one per placeholder; trace each kind of stretch once.
+    """Return the functional graph of ``gm`` for ``values``, one per placeholder. Trace each kind of stretch once.
 
-    ``gm`` is as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
+    ``gm`` comes from Dynamo or ``torch.export``, and has ``meta["example_value"]`` or ``meta["val"]`` on every call.
     Returns None if nothing repeats, or if a trace of the whole graph might give a different result. Raises whatever an
     operator raises.
     """
@@ -83,7 +83,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional |
 
 
 def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
-    """Return the calls that compute sizes from input sizes. Dynamo puts some in the first layer that needs the size."""
+    """Return calls that compute sizes from input sizes. Dynamo may put a call in the first layer that needs a size."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         of_sizes = all(
@@ -95,7 +95,7 @@ def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
 
 
 def _traced(one: Stretch) -> _Piece | None:
-    """Return the trace of a stretch; None if a trace of the whole graph might differ in this stretch."""
+    """Return the trace of a stretch, or None if a trace of the whole graph might differ in this stretch."""
     module = graph_module({}, alone(one, one.inputs))
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
@@ -111,7 +111,7 @@ def _traced(one: Stretch) -> _Piece | None:
     for node in traced.gm.graph.nodes:
         if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:
             if not (sources := node.meta.get("from_node")) or sources[-1].name not in places:
-                return None  # its module and source line would be lost
+                return None  # the node's module and source line would be lost
             origins[node] = places[sources[-1].name]
     return _Piece(traced, origins)
 
@@ -143,7 +143,7 @@ class _Unrolled:
         self.given = Counter(memory_of(fake) for fake in fakes if isinstance(fake, Tensor))
 
     def add(self, one: Stretch, piece: _Piece) -> bool:
-        """Copy the trace of a stretch; return False if another stretch would miss one of its writes."""
+        """Copy the trace of a stretch. Return False if another stretch would miss a write."""
         source = piece.traced.gm.graph
         inside = dict(zip(source.find_nodes(op="placeholder"), (self.values[node] for node in one.inputs), strict=True))
         for node in source.nodes:
@@ -156,7 +156,7 @@ class _Unrolled:
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
             node = one.inputs[place]
-            # The results of this stretch show its write. Values from other stretches that share the memory would not.
+            # Results of this stretch show the write. Other values that share the memory would not show the write.
             if not self._is_alone(node, returned):
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
@@ -165,7 +165,7 @@ class _Unrolled:
         return True
 
     def _is_alone(self, node: fx.Node, returned: Counter[int | None]) -> bool:
-        """Whether only one input of the graph, and results of the current stretch, use the memory of ``node``."""
+        """Whether ``node`` is an input whose memory no other input and no result of another stretch uses."""
         memory = _memory(node)
         if node not in self.inputs or memory is None or not self.told:
             return False
@@ -177,7 +177,7 @@ class _Unrolled:
         return self._labelled(self.graph.node_copy(node, inside.__getitem__), node, one, piece)
 
     def _size(self, node: fx.Node, inside: dict[fx.Node, Any]) -> fx.Node:
-        """Return the node of a size. Equal sizes that are computed from input sizes share one, as in a whole trace."""
+        """Return the node of a size. Equal sizes that depend only on input sizes share a node, as in a whole trace."""
         size = node.meta["val"].node.expr
         known = all(inside[given] in self.known for given in node.all_input_nodes)
         if known and size in self.sizes:

@@ -1,8 +1,8 @@
-"""Makes the plain tensors inside inputs that are tensor subclasses (quantized weights) visible to the passes.
+"""Shows the passes the plain tensors inside of tensor subclasses (quantized weights).
 
 A subclass that ``torch.compile`` can trace names its plain tensors and can be rebuilt from them. The graph is traced
-over the plain tensors. Then the graph is changed to read the plain tensors from the subclass with ``getattr``, so that
-callers pass the same inputs as before.
+with the plain tensors as inputs. After the trace, the graph reads the plain tensors from the subclass with ``getattr``,
+so that callers pass the same inputs as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mla_compile.errors import CaptureError
 
 @dataclass(frozen=True)
 class Opened:
-    """An input that is a subclass, with its plain tensors under the names they have during the trace."""
+    """An input that is a subclass, and the plain tensors that replace the input during the trace."""
 
     name: str
     value: Any
@@ -50,7 +50,7 @@ class _Rebuild:
 
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[object], list[Opened]]:
-    """Make ``gm`` take the plain tensors of each subclass in ``values``; return the new values and the subclasses."""
+    """Replace the inputs of ``gm`` that are subclasses by plain tensors. Return the new values and replaced inputs."""
     plain: list[object] = []
     opened: list[Opened] = []
     graph = gm.graph
@@ -81,7 +81,7 @@ def close_subclasses(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Restore the opened inputs, and let the graph read the plain tensors from them.
 
-    Returns, for each opened input, its plain tensors by the names of the nodes that read them.
+    Return a dict: name of an opened input -> name of a node -> the plain tensor that the node reads.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {one.name: {} for one in opened}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}

@@ -1,4 +1,4 @@
-"""Adds a second input, a twin, for each buffer of K or V that must stay as it is. Passes may turn the twin into rows.
+"""Adds a second input, a twin, for each K or V buffer that must not change. Passes may turn the twin into rows.
 
 Before::
 
@@ -33,7 +33,7 @@ _WRITES = {
 
 
 def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[str, str]]:
-    """Return a copy of ``program`` with a twin for each written buffer that allows it, and a dict: twin -> buffer."""
+    """Return a copy of ``program`` with a twin of each written buffer if possible, and a dict: twin -> buffer."""
     program = program.copy()
     graph, named = program.gm.graph, program.named()
     new = dict(zip(program.mutations, program.outputs, strict=False))
@@ -59,7 +59,7 @@ def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[
 
 
 def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
-    """Return the writes and views that lead from a buffer to its new value; None if other operators are needed.
+    """Return the writes and views that lead from a buffer to its new value, or None if other operators are needed.
 
     The written rows may depend on the old value of the buffer: a layer's keys depend on what earlier layers read.
     """

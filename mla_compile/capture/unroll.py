@@ -1,10 +1,10 @@
-"""Traces a loop over only those experts that have tokens as a loop over all experts.
+"""Traces a loop over the experts that have tokens as a loop over all experts.
 
 A mixture-of-experts layer that is written as a loop computes which experts have tokens (``nonzero``), and which tokens
 each expert has (``where``). Both depend on values, which an export does not have. An expert without tokens adds
 nothing, so the loop may visit every expert. The products of such an expert have no rows, so a test that skips empty
-experts may be traced as if there were rows. Neither assumption can be proved from outside the model, so a program that
-is exported in this mode is compared with the original.
+experts may be traced as if there were rows. These assumptions cannot be proved from outside the model, so a program
+that is exported in this mode is compared with the original.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The commands of ``mla-compile``, which only parse arguments and print."""
+"""The commands of ``mla-compile``. They only parse arguments and print."""

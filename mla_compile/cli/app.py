@@ -31,7 +31,7 @@ _MOST_CONTEXT = 2**27
 
 
 class _Plain(TyperCommand):
-    """A command whose help is plain text, because the columns of a table would cut the names of its options."""
+    """A command whose help is plain text, because a table would cut the names of options."""
 
     def format_help(self, *how: Any) -> None:
         self.rich_markup_mode = None
@@ -71,11 +71,11 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One layer, short contexts, few rounds.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Optimize a small model in the shape of DeepSeek-V3, compare its tokens with the original's, and time both.
+    """Optimize a small model like DeepSeek-V3, compare its tokens with the original's, and time both models.
 
     The model is built from its config with seeded weights, so nothing is downloaded.
 
-    Exits with 0 if the tokens are the same, 1 if they differ, 2 if the demo cannot run.
+    Exits with 0 if the tokens are equal, 1 if they differ, 2 if the demo cannot run.
     """
     with ending():
         lengths = values.counts(contexts, "contexts", _MOST_CONTEXT)

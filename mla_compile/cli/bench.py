@@ -51,7 +51,7 @@ def bench(
     """Measure decode steps on this machine: eager PyTorch, Inductor and mla, in turns in one process.
 
     The model has random weights, few layers and a small vocabulary. Caches are filled with random rows, so no prompt is
-    run. All variants must give the same logits before anything is timed. Ctrl-C shows the results so far.
+    run. Timing starts only if all variants give equal logits. Ctrl-C shows the results so far.
 
     Exits with 0 after measuring, 1 if there is nothing to compare (no Multi-head Latent Attention, nothing absorbed,
     results that differ), 2 for input that cannot be used, 130 if interrupted.
@@ -88,7 +88,7 @@ def bench(
 
 
 def _run(run: Bench) -> bool:
-    """Measure, and return whether this was interrupted."""
+    """Measure, and return whether the user interrupted."""
     try:
         with progress(run.stages()) as stage:
             for name in run.run():

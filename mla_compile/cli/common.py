@@ -1,6 +1,6 @@
-"""What all commands share: consoles, exit codes, and the progress bar.
+"""Code that all commands share: consoles, exit codes, and the progress bar.
 
-Results go to stdout, everything else to stderr. :data:`EXIT_CODES` explains the exit codes.
+Results are printed to stdout, everything else to stderr. :data:`EXIT_CODES` explains the exit codes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXIT_CODES = (
     "Every command exits with 0 on success, 1 if the answer is no (nothing is absorbed, results differ, the users do "
     "not fit, the model cannot be exported), 2 for input that cannot be used, and 130 if it is interrupted."
 )
-# These errors answer a question about a model; all others are about the input.
+# These errors answer a question about a model. All other errors are about the input.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)
 _EXTRAS = {
     "fastapi": "[server]",
@@ -46,9 +46,9 @@ _EXTRAS = {
 }
 
 _QUIET = {
-    # torch logs a whole traceback for a failure on tensors without values; our one-line error already says what failed.
+    # If an operator fails on fake tensors, torch logs a whole traceback. The one-line error already says what failed.
     "torch._subclasses.fake_tensor": logging.CRITICAL,
-    # Libraries warn about missing GPUs and about each other's deprecations in the middle of our output.
+    # Libraries warn about missing GPUs and deprecations in the middle of the output.
     "torch.utils.cpp_extension": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
     "torchao": logging.ERROR,
@@ -59,12 +59,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turn an expected error into one line on stderr and an exit code; a bug of mla_compile keeps its traceback."""
+    """Turn expected errors into one line on stderr and an exit code. Bugs of mla_compile keep their traceback."""
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
-    except BrokenPipeError:  # the reader has closed the pipe; click then ends quietly
+    except BrokenPipeError:  # the reader has closed the pipe, and click ends quietly
         raise
     except TargetError as error:
         raise failed(error, BAD_INPUT) from None
@@ -87,7 +87,7 @@ def ending() -> Iterator[None]:
 
 
 def failed(error: object, code: int) -> typer.Exit:
-    """Print an error in one line, even if its message has several lines, and return the exit to raise."""
+    """Print an error on one line, and return the exit to raise."""
     err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(code)
 
@@ -131,7 +131,7 @@ def say_aside(*lines: str) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Stages]:
-    """Show a bar on stderr for ``total`` stages, each named as it begins."""
+    """Show a bar on stderr for ``total`` stages, with the name of the current stage."""
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=24),
@@ -144,12 +144,12 @@ def progress(total: int) -> Iterator[Stages]:
 
 
 class Stages:
-    """Advances a progress bar when it is called with the name of a stage that begins."""
+    """Advances a progress bar. It is called with the name of each new stage."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
 
     def __call__(self, stage: str) -> None:
-        """Advance past the previous stage, and show the name of this one."""
+        """Advance past the previous stage, and show the name of ``stage``."""
         self._bar.update(self._task, description=stage, advance=int(self._begun))
         self._begun = True

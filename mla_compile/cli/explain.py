@@ -1,4 +1,4 @@
-"""``mla-compile explain``: tell what would be absorbed in a model and what this saves, without the model's weights."""
+"""``mla-compile explain``: tell, without weights, what would be absorbed in a model and what this saves."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def explain(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain what would be absorbed in a model, why not more, and what its cache and its tokens cost.
+    """Explain what would be absorbed in a model, why not more, and the cost of its cache and tokens.
 
     The model is built from its config on the meta device, and one decode step is traced. This needs no weights and no
     download, and takes a few seconds for any model. python:MODULE:FUNCTION names a function that returns a causal
     language model of transformers, or a module with the inputs of one decode step: (model, args) or (model, args,
     kwargs).
 
-    Exits with 0 if something is absorbed, 1 if nothing is (for example, without Multi-head Latent Attention), 2 for
-    input that cannot be read.
+    Exits with 0 if something is absorbed, 1 if nothing is (for example, no Multi-head Latent Attention), 2 for input
+    that cannot be read.
     """
     with ending():
         asked = None if dtype is None else values.dtype(dtype)
@@ -74,7 +74,7 @@ def explain(
 
 
 def _title(source: str) -> str:
-    """Return the model's name, which is the name of the config file, of its directory, or of the function."""
+    """Return the model's name: the name of the config file, its directory or the function."""
     path = Path(source)
     if source.startswith("python:"):
         return source.removeprefix("python:")

@@ -46,7 +46,7 @@ def export(
     Exits with 0 after writing, 1 if the model cannot be exported, 2 for input that cannot be used. In the last two
     cases nothing is written.
     """
-    # torch raises this warning when it copies the input tree of an exported program.
+    # torch gives this warning when it copies the input tree of an exported program.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
         try:

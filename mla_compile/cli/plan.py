@@ -1,4 +1,4 @@
-"""``mla-compile plan``: tell what fits on a machine, and how fast it can decode and read prompts at best."""
+"""``mla-compile plan``: tell what fits on a machine, and the best possible speed of decoding and of reading prompts."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and what bounds them.
+    """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and their bottlenecks.
 
-    Weights are counted as the config stores them, plus the dequantized W_kc and W_v that absorption keeps. With
-    --dtype, all weights are counted in one dtype, without dequantized copies.
+    Weights are counted in their stored dtypes, plus the dequantized W_kc and W_v that absorption keeps. With --dtype,
+    all weights are counted in one dtype, without dequantized copies.
 
-    A floor is the least time that memory, arithmetic and links allow, at the shares of their data sheets that good
-    kernels reach; real steps take longer. Latent attention is counted in its absorbed form, plain attention as it is.
-    Prompts are counted in the form with fewer FLOPs, each read in one pass.
+    A floor is the least time that memory, arithmetic and links allow, if kernels reach a good share of the data sheet's
+    figures. Real steps take longer. Latent attention is counted in its absorbed form, plain attention as it is. Prompts
+    are counted in the form with fewer FLOPs, each read in one pass.
 
-    With --draft-tokens a step verifies the drafts, and tokens/s count the accepted ones. If the config names layers
-    that draft (num_nextn_predict_layers), each is counted like the last layer.
+    With --draft-tokens, a step verifies drafts, and tokens/s count accepted drafts. If the config names drafting layers
+    (num_nextn_predict_layers), each is counted like the last layer.
 
     Exits with 0 if the users fit in at least one layout, 1 if they fit in none, 2 for input that cannot be read.
     """
@@ -146,7 +146,7 @@ def _advice(model: Facts, result: DeploymentPlan) -> str:
 
 
 def _kinds(model: Facts) -> tuple[bool, set[sympy.Symbol]]:
-    """Return whether any attention has a latent, and the letters that are 0 for this model."""
+    """Return whether any attention has a latent, and which letters are 0 for this model."""
     sites, zero = attentions(model), set[sympy.Symbol]()
     if not any(a.J for a in sites):
         zero |= {step_formulas.F, step_formulas.Y}
@@ -156,7 +156,7 @@ def _kinds(model: Facts) -> tuple[bool, set[sympy.Symbol]]:
 
 
 def formula_lines(result: DeploymentPlan, latent: bool, zero: set[sympy.Symbol]) -> list[str]:
-    """Return every formula that was evaluated, one per line, and the meaning of its letters."""
+    """Return all evaluated formulas, one per line, and the meaning of the letters."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:

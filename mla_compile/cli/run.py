@@ -1,4 +1,4 @@
-"""``mla-compile run``: generate token ids with an exported model, and print each id as soon as it is known."""
+"""``mla-compile run``: generate token ids with an exported model, and print each id immediately."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     """Generate token ids with an exported model.
 
     New ids are printed to stdout as they are generated. One prompt gives one line. Several prompts give a line per step
-    with a column per prompt, and a - in the column of a prompt that has ended. Everything else is printed to stderr.
+    with a column per prompt. A - in a column means that this prompt has ended. Everything else is printed to stderr.
 
     Exits with 0 after generating, 2 if the model or its options cannot be used.
     """
@@ -53,7 +53,7 @@ def run(
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # Imported here, because they need the extra ``onnx``, which most commands do not need.
+        # Imported here, because most commands do not need the extra ``onnx``.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session

@@ -81,7 +81,7 @@ def serve(
     """Serve a model to clients of OpenAI's interface.
 
     Many requests run together, over pages of latent rows. `/health` answers 503 with the current stage until everything
-    is compiled, and then 200. Prometheus reads `/metrics`. After SIGTERM, running requests may finish before the server
+    is compiled, and then 200. Prometheus reads `/metrics`. After SIGTERM, running requests may finish, then the server
     ends.
 
     `torchrun --nproc-per-node 2 -m mla_compile serve MODEL` splits the weights between two ranks.
@@ -128,8 +128,8 @@ def serve(
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"
         say_aside(f"serving {settings.name} at http://{host}:{port}; Python code beside the weights {code}")
         Server(settings, say_aside).run()
-    # Exit at once. Waiting for a running compiler and for the shutdown of an interpreter with torch (3 s) would only
-    # delay the end.
+    # Exit at once. Waiting for a running compiler and for the interpreter's shutdown (3 s with torch) would delay the
+    # end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -13,7 +13,7 @@ _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16
 
 
 def count(text: str, what: str, most: int, least: int = 1) -> int:
-    """Parse a whole number from ``least`` to ``most``, where k is 1,024 and m is k * k. Raises :class:`InputError`."""
+    """Parse a whole number from ``least`` to ``most``. k is 1,024, m is k * k. Raises :class:`InputError`."""
     found = re.fullmatch(r"\s*(\d{1,18})\s*([km]?)\s*", text.replace(",", "").replace("_", ""), re.IGNORECASE)
     number = int(found[1]) * _FACTORS[found[2].lower()] if found else 0
     if not found or not least <= number <= most:
@@ -28,7 +28,7 @@ def counts(text: str, what: str, most: int) -> tuple[int, ...]:
 
 
 def dtype(text: str, what: str = "dtype", known: Collection[str] = BYTES.keys()) -> str:
-    """Return the name in ``known`` of a dtype, which may be given by its long name (``bfloat16``).
+    """Return the short name of a dtype, as in ``known``. ``text`` may be a long name (``bfloat16``).
 
     Raises :class:`InputError` for an unknown dtype.
     """

@@ -1,1 +1,1 @@
-"""Basic records and helpers for every package. Outside this package, they import only errors, codes and version."""
+"""Basic records and helpers for every package. This package itself imports only errors, codes and version."""

@@ -1,4 +1,4 @@
-"""Structural keys of values. Calls with equal keys compute the same function of the tensors that they are given."""
+"""Computes structural keys of values. Calls with equal keys compute the same function of their tensor arguments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.me
 def known_of(value: object, *, begins: bool = True) -> Hashable:
     """Return the key of a value, such as a tensor, a number, or a list of these.
 
-    A tensor's key has its class, dtype, device, flags, sizes and strides. With ``begins``, it also has its storage
-    offset.
+    A tensor's key contains the class, dtype, device, flags, sizes and strides. ``begins`` adds the storage offset.
     """
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
@@ -28,7 +27,7 @@ def known_of(value: object, *, begins: bool = True) -> Hashable:
 
 
 def each(value: object, read: Callable[[object], Hashable]) -> Hashable:
-    """Return ``value``, in which every leaf of nested lists, tuples, dicts and slices is replaced by ``read(leaf)``."""
+    """Return the key of nested lists, tuples, dicts and slices. The key of each leaf is ``read(leaf)``."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, *(each(one, read) for one in value)
     if isinstance(value, dict):
@@ -41,8 +40,8 @@ def each(value: object, read: Callable[[object], Hashable]) -> Hashable:
 def constant_of(value: object) -> Hashable:
     """Return the key of a constant.
 
-    The keys of 1, 1.0 and True differ, and the key of NaN equals itself. An object that is neither a number nor of a
-    type in :data:`PLAIN` has a key that equals only keys of the same object.
+    The keys of 1, 1.0 and True differ, and the key of NaN equals itself. Numbers and constants of the types in
+    :data:`PLAIN` are compared by type and value, all other objects by identity.
     """
     if isinstance(value, (float, complex)):
         return type(value), str(value)
@@ -66,9 +65,9 @@ class Itself:
 
 
 def number_of(value: object) -> Hashable:
-    """Return the key of a number: the expression of a symbolic number, or the value of any other."""
+    """Return the key of a number. The key of a symbolic number contains the symbolic expression."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expression = value.node.expr
-        # The expression is put in a tuple, because SymPy cannot compare a bare one with a tuple that contains a type.
+        # In a tuple, because SymPy cannot compare a bare expression with a tuple that contains a type.
         return constant_of(int(expression)) if expression.is_Integer else ("expression", expression)
     return constant_of(value)

@@ -1,7 +1,7 @@
 """Pauses Python's cycle collector while a deep model is traced and rewritten.
 
-Tracing makes and keeps millions of small objects. The collector would respond by scanning all objects of the process,
-torch's own included, again and again, and find nothing.
+Tracing makes and keeps millions of small objects. Without a pause, the collector would scan all objects of the process
+again and again, and find no garbage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class _State:
-    """The number of pauses in effect, and whether the collector was enabled before the first of them."""
+    """The number of pauses in effect, and whether the collector was enabled before the first pause."""
 
     inside = 0
     ran = False
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def pause() -> None:
-    """Disable the cycle collector until :func:`resume` ends every pause. Reference counting continues."""
+    """Disable the cycle collector until every pause has ended. Reference counting continues."""
     with _lock:
         if not _State.inside:
             _State.ran = gc.isenabled()
@@ -32,7 +32,7 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """End one pause. After the last pause, the collector is enabled again if it was enabled before the first."""
+    """End one pause. The end of the last pause restores the collector's state from before the first pause."""
     with _lock:
         _State.inside -= 1
         if not _State.inside and _State.ran:

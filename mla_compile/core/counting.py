@@ -22,7 +22,7 @@ class Metric:
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _NEXT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 KINDS: Mapping[str, Metric] = {
-    # Named as in vLLM.
+    # Names as in vLLM.
     "prompt_tokens": Metric("Tokens of the prompts of requests that were taken."),
     "generation_tokens": Metric("Tokens that were generated."),
     "num_preemptions": Metric("Requests that were put back because the pool was full, and read again what they had."),
@@ -30,7 +30,7 @@ KINDS: Mapping[str, Metric] = {
     "time_to_first_token_seconds": Metric("From the arrival of a request to its first token.", bounds=_FIRST),
     "inter_token_latency_seconds": Metric("From one token of a request to its next.", bounds=_NEXT),
     "e2e_request_latency_seconds": Metric("From the arrival of a request to its last token.", bounds=_FIRST),
-    # mla_compile's own.
+    # Names of mla_compile's own.
     "compilations": Metric("Graphs that code was made for, by what they compute.", ("graph",)),
     "fallbacks": Metric("What ran in a slower way than was meant, by the reason.", ("reason",)),
     "kernels": Metric("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
@@ -69,15 +69,15 @@ def observe(name: str, seconds: float) -> None:
 
 
 def counted() -> dict[str, dict[Labels, float]]:
-    """Return all counters so far: name -> labels -> count."""
+    """Return the counters: name -> labels -> count."""
     with _lock:
         return {name: dict(of) for name, of in _counts.items()}
 
 
 def distributed() -> dict[str, tuple[list[tuple[float, int]], float]]:
-    """Return all distributions so far, by name.
+    """Return the distributions by name.
 
-    Each has the cumulative count up to each bound (infinity last), and the sum of its values in seconds.
+    Each has (bound, count of values up to the bound) pairs and the sum of all values, in seconds.
     """
     with _lock:
         return {name: (_up_to(one), one.sum) for name, one in _distributions.items()}

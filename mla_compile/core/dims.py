@@ -11,7 +11,7 @@ Q     query latent width, d_c' (q_lora_rank)                        1536
 N     per-head width of the unrotated part of q and k (qk_nope)     128
 R     width of the rotary key shared by all heads (qk_rope)         64
 V     per-head value width (v_head_dim)                             128
-A     columns of R added to other columns of the key (else 0)      0
+A     columns of R added to other key columns, not appended        0
 G     groups of H heads, each with a latent of its own (else 1)    1
 ===== ============================================================ =============
 """

@@ -11,7 +11,7 @@ Role = Literal["attention", "op", "weight", "cache", "latent", "input"]
 
 @dataclass(frozen=True)
 class DrawnNode:
-    """One node of the graph, or a chain of views shown as one.
+    """One node of the graph, or a chain of views drawn as one node.
 
     Attributes:
         name: the name of the node in the graph, or of the last node of a chain.
@@ -35,7 +35,7 @@ class DrawnNode:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Nodes, and edges as pairs of positions in ``nodes``: the position of a value, then that of its reader."""
+    """Nodes and edges. An edge has two positions in ``nodes``: a value and a node that reads the value."""
 
     nodes: tuple[DrawnNode, ...]
     edges: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class SiteDrawing:
-    """One attention before and after the rewrite; ``after`` is ``None`` if it was not rewritten."""
+    """One attention before and after the rewrite. ``after`` is ``None`` without a rewrite."""
 
     before: Drawing
     after: Drawing | None = None

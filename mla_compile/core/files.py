@@ -1,4 +1,4 @@
-"""Helpers for writing files, and for writing folders whole or not at all."""
+"""Helpers for writing files and folders. A folder is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from mla_compile.errors import TargetError
 
 @contextmanager
 def new_folder(target: Path, mode: int = 0o777) -> Iterator[Path]:
-    """Create a temporary folder next to ``target``, which replaces ``target`` if the block ends without an error.
+    """Yield a new temporary folder, and let it replace ``target`` if the block ends without an error.
 
-    If anything fails, ``target`` keeps its previous contents. The new folder gets the permissions in ``mode``, except
-    for those that the process's umask removes.
+    After an error, ``target`` keeps its previous contents. The new folder gets the permissions ``mode & ~umask``.
 
     Raises:
         TargetError: the folder cannot be written.
@@ -43,7 +42,7 @@ def unwritable(target: Path, error: OSError) -> TargetError:
 
 
 def umask() -> int:
-    """Return the permissions that new files of this process do not get. The only way to read them is to set them."""
+    """Return the process's umask. Python can read the umask only by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,8 +1,8 @@
-"""Turns the guards of a graph with dynamic sizes into a predicate on other sizes.
+"""Turns the guards of a graph with dynamic sizes into a predicate that checks other sizes.
 
 torch's own ``ShapeEnv.produce_guards_expression`` is not used, because it joins the guards with ``and`` without
-parentheses (torch 2.13 and 2.15). A guard that contains ``or`` then splits the whole expression: it is enough if the
-guards before the ``or`` hold, or those after it.
+parentheses (torch 2.13 and 2.15). For the guards ``a`` and ``b or c``, the result ``a and b or c`` is true if only
+``c`` holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Holds = Callable[[Sequence[object]], bool]
 
 
 def guards_of(env: ShapeEnv, placeholders: Sequence[object], *, ignore_static: bool = True) -> Holds:
-    """Return a predicate: whether values in place of ``placeholders`` satisfy the guards.
+    """Return a predicate that checks whether values for ``placeholders`` satisfy the guards.
 
     ``placeholders`` are fake tensors or symbolic numbers. With ``ignore_static``, sizes that were constants when the
     graph was made are not checked.

@@ -16,14 +16,14 @@ BOUND = (MethodType, partial)
 
 
 def is_collection(value: object) -> bool:
-    """Whether a value is of one of Python's own collection classes (not of a subclass), or is a named tuple."""
+    """Whether a value is a named tuple, or of one of Python's own collection classes (not of a subclass)."""
     return type(value) in COLLECTIONS or (is_a(value, tuple) and hasattr(type(value), "_make"))
 
 
 def is_closure(value: object) -> bool:
     """Whether a value is a function that uses variables of an enclosing function.
 
-    torch's functions do not count: they belong to compiled code, and hold the objects that it was compiled for.
+    This is False for torch's functions. They belong to compiled code, and hold objects that the code was compiled for.
     """
     return is_a(value, FunctionType) and value.__closure__ is not None and not is_torchs(value)
 
@@ -34,7 +34,7 @@ def is_torchs(function: FunctionType) -> bool:
 
 
 def variables(function: FunctionType) -> dict[str, Any]:
-    """Return, by name, the variables of enclosing functions that a function uses and that are set already."""
+    """Return a function's closure variables by name. Variables that are not set yet are left out."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -45,7 +45,7 @@ def variables(function: FunctionType) -> dict[str, Any]:
 
 
 def items_of(value: object) -> dict[Any, Any] | None:
-    """Return the values in a holder, by key; None if ``value`` is not a holder."""
+    """Return the values in a holder by key, or None if ``value`` is not a holder."""
     if is_collection(value):
         return dict(value if is_a(value, dict) else enumerate(value))  # type: ignore[arg-type]
     if is_a(value, MethodType):
@@ -56,7 +56,7 @@ def items_of(value: object) -> dict[Any, Any] | None:
 
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
-    """Return a holder of the same kind with other items under the same keys."""
+    """Return a copy of the holder ``value`` with new items. The keys are as in :func:`items_of`."""
     if is_a(value, MethodType):
         return MethodType(value.__func__, items["__self__"])
     if is_a(value, partial):
@@ -74,10 +74,10 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def _with_variables(function: FunctionType, new: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of the function with ``new`` values for its variables of enclosing functions.
+    """Return a copy of the function with ``new`` values for its closure variables.
 
-    Variables that do not change stay shared with the enclosing functions. If a variable holds the function itself, the
-    copy's variable holds the copy.
+    Variables that do not change stay shared. If a variable holds ``function`` itself, the copy's variable holds the
+    copy.
     """
     now = variables(function)
     changed = {name: CellType(one) for name, one in new.items() if one is function or one is not now[name]}

@@ -1,10 +1,9 @@
 """Finds and copies the modules within a model that the model's methods may call directly.
 
-There are two kinds: models (modules with layers), and other modules with submodules that are in an attribute which a
-method names. The attribute may hold the module itself, or hold it in a ``ModuleList``, ``Sequential`` or
-``ModuleDict``, in a collection or a closure (:mod:`mla_compile.core.holders`), or in an object of any other class
-(:mod:`mla_compile.core.objects`). The attribute may belong to the method's own module, or to a module or object below
-that module, as in ``for layer in self.layers: layer.attention(x)``.
+There are two kinds of such modules. The first kind is a model, which has layers. The second kind has submodules, and is
+found in an attribute that a method names. The module may be inside a ``ModuleList``, ``Sequential`` or ``ModuleDict``,
+a collection or closure (:mod:`mla_compile.core.holders`), or another object (:mod:`mla_compile.core.objects`). The
+attribute may belong to an inner module or object, as in ``for layer in self.layers: layer.attention(x)``.
 """
 
 from __future__ import annotations
@@ -40,25 +39,24 @@ NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINE
 def copy_called(
     root: nn.Module, original: nn.Module, model: Callable[[nn.Module], nn.Module], other: Callable[[Any], Any]
 ) -> None:
-    """Replace each module within ``root`` that methods may call directly by a copy. ``root`` is a copy of ``original``.
+    """Copy each module within ``root`` that methods may call directly. ``root`` is a copy of ``original``.
 
     ``model`` copies a module with layers, and ``other`` copies any other module. Containers and objects that lead to
-    copies are copied, too; everything else is shared. If an attribute is a bound method of a copied module or object,
-    it is bound to the copy instead.
+    copied modules are also copied. Everything else is shared. Bound methods of copied objects are bound to the copies.
     """
     copies: dict[int, Any] = {id(original): root, id(root): root}
     found = _Finding.of(root, original)
     _Copying(found, copies, model, other).visit(root, "", found.names[id(root)])
     for owner in copies.values():
         own = vars(owner) if isinstance(owner, nn.Module) else attributes(owner)
-        # The forward of a copy, and the original forward that wrappers keep, are set by other code.
+        # Other code sets the attributes that hold forwards.
         rebound = {name: _rebound(value, copies) for name, value in own.items() if "forward" not in name}
         changed = {name: value for name, value in rebound.items() if value is not own[name]}
         set_attributes(owner, changed)
 
 
 def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return ``value``; a method of a copied object, also inside a ``partial``, is replaced by that of the copy."""
+    """Return ``value`` with each method of a copied object, also inside a ``partial``, bound to the copy."""
     if is_a(value, MethodType) and id(value.__self__) in copies:
         return MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is partial:
@@ -68,7 +66,7 @@ def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def called_within(root: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules that :func:`copy_called` copies, outer modules first, each with its path from ``root``."""
+    """Return the modules that :func:`copy_called` copies, with their paths from ``root``. Outer modules come first."""
     return _Finding.of(root, root).modules
 
 
@@ -85,19 +83,19 @@ class _Visit:
         self.within_functions: list[FunctionType] = []
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
-        """Return the replacement of a called module. ``names``: the names that the methods of its owners use."""
+        """Return the replacement of a called module. ``names``: the names that methods of outer modules use."""
         raise NotImplementedError
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """Return the replacement of any other object."""
+        """Return the replacement of an object that is not a module."""
         raise NotImplementedError
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """Return the replacement of a container or a holder, with ``items`` as its contents."""
+        """Return the replacement of a container or holder. ``items`` are the new contents."""
         raise NotImplementedError
 
     def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the replacements of those submodules and attributes of ``owner`` that are or hold called modules."""
+        """Return the replacements of submodules, and of other attributes, that lead to called modules."""
         names = named_by(type(owner), names)
         names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
         own = {name: value for name, value in vars(owner).items() if name != "_modules"}
@@ -108,14 +106,14 @@ class _Visit:
         return self.each(modules, path, names), self.each(others, path, names)
 
     def within(self, value: Any, path: str, names: Names) -> dict[Any, Any]:
-        """Return the replacements of those attributes of an object that are or hold called modules."""
+        """Return the replacements of an object's attributes that lead to called modules."""
         names = named_by(type(value), names)
         return self.each({key: (one, key in names) for key, one in attributes(value).items()}, path, names)
 
     def each(self, held: Mapping[Any, tuple[Any, bool]], path: str, names: Names) -> dict[Any, Any]:
-        """Return the replacements of values in ``held``, by key. Keys whose values stay the same are left out.
+        """Return a dict: key -> replacement of the value. Values without a replacement are left out.
 
-        ``held`` maps each key to its value, and to whether a method names the key.
+        ``held`` maps each key to a value, and to whether a method names the key.
         """
         made = {
             key: self.replaced(value, f"{path}.{key}" if path else str(key), names, named=named)
@@ -124,7 +122,7 @@ class _Visit:
         return {key: value for key, value in made.items() if value is not held[key][0]}
 
     def replaced(self, value: Any, path: str, names: Names, *, named: bool) -> Any:
-        """Return ``value`` with each called module in it replaced; ``value`` itself if there is no called module.
+        """Replace each called module in ``value``. Return ``value`` itself if there is no called module.
 
         A ``ModuleDict`` is searched for models even if no method names the dict.
         """
@@ -153,8 +151,8 @@ class _Visit:
 def _may_lead(name: str, value: Any, *, named: bool) -> bool:
     """Whether an attribute that is not a module may lead to modules.
 
-    Functions that wrappers keep do not. They are in attributes whose names contain ``forward``. A closure that replaces
-    a method of ``nn.Module`` does not, either.
+    Two kinds of functions do not: functions that wrappers keep (in attributes with ``forward`` in the name), and
+    closures that replace a method of ``nn.Module``.
     """
     if type(value) in BOUND or is_closure(value):
         return "forward" not in name and (type(value) in BOUND or (named and not hasattr(nn.Module, name)))
@@ -166,10 +164,10 @@ class _Finding(_Visit):
 
     Attributes:
         modules: the called modules, with their paths.
-        staying: the ids of objects that must not be copied, because something uncopied holds them, too.
+        staying: the ids of objects that must not be copied, because an uncopied object also holds them.
         objects: id -> object, for the objects that lead to called modules and are not in ``staying``.
         functions: id -> closure, for the closures that lead to called modules.
-        names: id of a module or object -> all names that methods on the paths to the module or object use.
+        names: id of a module or object -> all names that methods on the paths to it use.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, staying: Collection[int]) -> None:
@@ -182,7 +180,7 @@ class _Finding(_Visit):
 
     @classmethod
     def of(cls, root: nn.Module, original: nn.Module) -> _Finding:
-        """Return the search from ``root`` whose ``staying`` has every object that something uncopied also holds."""
+        """Search from ``root`` until ``staying`` has every object that an uncopied object also holds."""
         staying: set[int] = set()
         while True:
             search = cls(root, original, staying)
@@ -231,7 +229,7 @@ class _Finding(_Visit):
         return _FOUND
 
     def _held_elsewhere(self) -> set[int]:
-        """Return the ids of found objects that something uncopied also holds: a copy would hide state from it."""
+        """Return the ids of found objects that an uncopied object also holds. Copies would split the shared state."""
         copied = {*self.roots, *self.modules}
         own = [value for module in copied for value in vars(module).values()]
         own += [value for one in self.objects.values() for value in attributes(one).values()]
@@ -265,7 +263,7 @@ class _Copying(_Visit):
         self.copy_of_model, self.copy_of_other = model, other
 
     def visit(self, owner: nn.Module, path: str, names: Names) -> None:
-        """Replace the called modules that ``owner``, which is a copy, leads to."""
+        """Replace the called modules below ``owner``, which is itself a copy."""
         modules, others = self.below(owner, path, names)
         if modules:
             vars(owner)["_modules"] = copy.copy(owner._modules)
@@ -280,7 +278,7 @@ class _Copying(_Visit):
         return self.copies[id(module)]
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """Return the copy of an object that leads to modules; any other object is returned itself."""
+        """Return the copy of an object that leads to modules. Return any other object itself."""
         if id(value) not in self.found.objects:
             return value
         if id(value) not in self.copies:
@@ -289,7 +287,7 @@ class _Copying(_Visit):
         return self.copies[id(value)]
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """Return a container or holder of the same kind with ``items`` as its contents."""
+        """Return a copy of a container or holder with ``items`` as its contents."""
         if isinstance(value, nn.Module):
             container = shallow(value)
             vars(container)["_modules"] = items

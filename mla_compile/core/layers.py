@@ -1,11 +1,11 @@
 """Layers that compiled code calls as one operator, because Dynamo cannot trace their forwards.
 
-``mla_compile::call_layer(rows, weights, layer) -> y`` runs the layer's own forward on rows [..., in]. It returns
-y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. ``weights`` are the layer's
-tensors. They are in the graph so that the compiler passes can identify the weight.
+``mla_compile::call_layer(rows, weights, layer) -> y`` runs the layer's own forward on rows [..., in]. The result
+y [..., out] has the dtype of the rows. ``layer`` is the layer's name in this process. ``weights`` are the layer's
+tensors. The compiler passes find the weight among them.
 
 ``mla_compile::layer_weight(weights, layer) -> W`` returns the rounded weight [out, in] of a layer that rounds its
-weight in each call. The layer's library does the rounding, because another precision could round differently.
+weight in each call. The layer's library does the rounding, because other code could round differently.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class CalledLayer:
 
     Attributes:
         layer: the library's module, with all wrappers around its forward. Calls run this module.
-        plain: a module that holds the same tensors in plain dicts; the library may use another container.
-        inner: the forward inside the wrappers that only place tensors, as a function of the layer and its rows. If it
+        plain: a module with the layer's tensors in plain dicts. The layer may use a container of the library instead.
+        inner: the forward without wrappers that only place tensors, as a function of the layer and rows. If ``inner``
             is None (unknown), the layer always computes with its own tensors.
         width: the width of the layer's result.
-        parts: name of a tensor -> attribute paths to its plain tensors, if the tensor's class is a library's own. No
-            operator takes such a tensor directly.
+        parts: name of a tensor of a library's own class -> attribute paths to its plain tensors. No operator takes
+            such a tensor directly.
         rounded: a function that computes the rounded weight of a module like the layer; None if the layer does not
             round its weight in each call.
     """
@@ -70,7 +70,7 @@ class CalledLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The current tensors of the layer, with plain tensors in place of each tensor of a library's own class."""
+        """The current tensors of the layer. A tensor of a library's own class is replaced by its plain tensors."""
         named = [(t, self.parts.get(name, ((),))) for name, t in self._named() if t is not None]
         return [functools.reduce(getattr, path, t) for t, paths in named for path in paths]
 
@@ -91,7 +91,7 @@ class CalledLayer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
-        # ``parts`` is not computed again, because the copies are still incomplete.
+        # ``parts`` is not computed again, because the copies may still be incomplete.
         return CalledLayer(layer, plain, self.inner, self.width, self.parts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -123,7 +123,7 @@ def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
 
 
 def find(name: str) -> CalledLayer:
-    """Return the layer ``name``. Raises :class:`InputError` if it belongs to another process or no longer exists."""
+    """Return the layer ``name``. Raises :class:`InputError` if this process has no such layer."""
     found = _called.get(name)
     if found is None:
         raise InputError(f"{CALL} calls the layer {name}, which is not in this process: optimize the model again here")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use (PEP 562), so that a program pays only for what it calls."""
+"""Imports names of a package on first use (PEP 562), so that a program loads only what it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package.
 
-    ``owners`` maps each name to the module that defines it, and the name of a submodule to that submodule.
+    ``owners`` maps each name to the module that defines the name. A submodule's name is mapped to the submodule.
     """
     namespace = vars(sys.modules[package])
 

@@ -42,9 +42,9 @@ def _cpu_name() -> str:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """Return the free memory of a CUDA device, or of the machine without swapping, in bytes.
+    """Return the free bytes of a CUDA device, or of main memory without swapping.
 
-    If the machine does not report its free memory, half of its memory is taken as free.
+    If the machine does not report its free memory, half of its total memory is returned.
     """
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -83,10 +83,10 @@ def in_turns(
     least: int = 3,
     times: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """Run ``calls`` in turns, and return the seconds that each reports. In turns, a disturbance affects all calls.
+    """Run ``calls`` in turns, so that a disturbance affects all calls. Return the seconds that each call reports.
 
     The turns end after ``rounds`` rounds, or once ``budget_s`` seconds are spent and every call ran ``least`` times.
-    ``times`` is filled as the calls run, for a caller who may be interrupted.
+    Each result is added to ``times`` at once, so that interrupted callers have it.
     """
     times = {} if times is None else times
     times.update({name: [] for name in calls})
@@ -101,7 +101,7 @@ def in_turns(
 
 @dataclass(frozen=True)
 class Times:
-    """Median, best, quartiles and outer deciles of one variant, in milliseconds."""
+    """Statistics of one variant's times in milliseconds. ``low`` and ``high`` are quartiles."""
 
     median: float
     best: float

@@ -15,10 +15,10 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def shallow(module: Module) -> Module:
-    """Return a new object of the class of ``module`` with the same attributes, as ``copy.copy`` does.
+    """Return a shallow copy of ``module``.
 
-    ``copy.copy`` itself calls ``__new__``. FSDP2 gives a module a class whose ``__new__`` returns modules of the
-    original class, so ``object.__new__`` is used for such a module.
+    ``copy.copy`` calls ``__new__``. FSDP2 gives a module a class whose ``__new__`` returns modules of the original
+    class. Such a module is copied with ``object.__new__`` instead.
     """
     if type(module).__new__ is object.__new__:
         return copy.copy(module)
@@ -28,10 +28,11 @@ def shallow(module: Module) -> Module:
 
 
 class Added:
-    """Base class of attributes that an optimized module has and its original does not. They lead to no other module.
+    """Base class of attributes that only an optimized module has, not its original.
 
-    ``replaced`` is the function that the attribute replaces, if that function was set on the module object rather than
-    on its class.
+    Such an attribute leads to no other module.
+
+    ``replaced`` is the function that the attribute replaces, or None if that function belongs to the module's class.
     """
 
     replaced: Callable[..., Any] | None = None
@@ -53,10 +54,11 @@ def is_copy_of(made: nn.Module, module: nn.Module) -> bool:
 
 
 def share_marks(copies: Iterable[nn.Module]) -> None:
-    """Mark each copy and its original as hooked by transformers if one of the two is.
+    """Mark each copy and its original as hooked by transformers if either is marked.
 
-    The hooks record attentions and hidden states. A model installs them on its layers once and marks itself. A copy
-    shares the layers but not the mark, so both would install hooks, and everything would be recorded twice.
+    A model installs hooks on its layers once, and then marks itself as hooked. The hooks record attentions and hidden
+    states. A copy shares the layers. Without a shared mark, the copy and the original would both install hooks, and all
+    values would be recorded twice.
     """
     for one in copies:
         known = _originals.get(one)
@@ -67,10 +69,7 @@ def share_marks(copies: Iterable[nn.Module]) -> None:
 
 @dataclass
 class HookOf:
-    """A hook on a copy of a module. It runs the original module's hook as long as that hook exists.
-
-    The original module's hook may remove itself.
-    """
+    """A hook on a copy of a module. It runs the original module's hook until that hook is removed."""
 
     hooks: dict[int, Callable[..., object]]
     key: int

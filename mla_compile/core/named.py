@@ -1,8 +1,8 @@
 """Collects the names that the methods of a class use, to find the modules that a method may call directly.
 
-Only names are read, not the code around them. If a method uses a name, it is assumed to reach what an attribute or a
-global of that name holds. If it uses a name in :data:`WAYS` or certain operators, it is assumed to reach all
-submodules.
+Only names are read, not the code around them. A method that uses a name is assumed to reach every attribute and global
+of that name. Through the names in :data:`WAYS`, and through operators, a method may reach submodules without naming
+them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Names = frozenset[str]
 
 
 def methods_of(kind: type) -> dict[str, FunctionType]:
-    """Return the methods of a class, including inherited methods, but without those of ``nn.Module``.
+    """Return the methods of a class by name, including inherited methods, but not the methods of ``nn.Module``.
 
-    For a class of modules, ``forward`` is left out, and so are overrides of the special methods of ``nn.Module`` except
-    ``__call__``. For any other class, ``__init__`` and ``__post_init__`` are left out.
+    For a class of modules, these are left out: ``forward``, and overrides of special methods of ``nn.Module`` other
+    than ``__call__``. For any other class, ``__init__`` and ``__post_init__`` are left out.
     """
     is_module = issubclass(kind, nn.Module)
     last = kind.__mro__.index(nn.Module if is_module else object)
@@ -48,9 +48,9 @@ def is_special(name: str) -> bool:
 
 
 def is_container(kind: type) -> bool:
-    """Whether the methods of a class of modules may reach all submodules by operators, as in ``self[i]``.
+    """Whether methods of a class of modules may reach all submodules through operators, as in ``self[i]``.
 
-    For a subclass of torch's containers, this is so only if it defines methods of its own, because torch's methods,
+    For a subclass of torch's containers, this is True only if the subclass defines a method. Torch's own methods,
     except ``forward``, call no module.
     """
     methods = methods_of(kind)
@@ -60,12 +60,12 @@ def is_container(kind: type) -> bool:
 
 
 def names_in(method: FunctionType, kind: type) -> Names:
-    """Return the names of attributes and globals in the code of all :func:`functions_of` a method."""
+    """Return the names of attributes and globals in the code of all functions from :func:`functions_of`."""
     return frozenset(name for one in functions_of(method, kind) for name in _names(one))
 
 
 def outside(function: FunctionType) -> Iterator[object]:
-    """Yield the values of all globals, and of all variables of enclosing functions, that a function uses."""
+    """Yield the values of all globals and closure variables that a function uses."""
     yield from variables(function).values()
     yield from (function.__globals__[name] for name in _names(function) if name in function.__globals__)
 
@@ -73,10 +73,10 @@ def outside(function: FunctionType) -> Iterator[object]:
 def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
     """Return a method of ``kind``, and the functions whose code is treated as part of the method.
 
-    If a decorator wraps the method, the wrapped function is returned in its place. The other functions are those of the
-    same file that the method names or has in its closure. They include properties, static methods and class methods of
-    ``kind``. Functions of other files are left out: the names in them rarely belong to the model, and torch's functions
-    name all modules.
+    If a decorator wraps the method, the wrapped function is returned instead. The other functions are in the same file,
+    and the method names them or has them in its closure. They include properties, static methods and class methods of
+    ``kind``. Functions of other files are left out, because their code rarely names parts of the model, and torch's
+    functions name all modules.
     """
     found, left = list[FunctionType](), [method]
     while left:
@@ -99,7 +99,7 @@ def _names(function: FunctionType) -> set[str]:
 
 
 def _getter(kind: type, name: str) -> object:
-    """Return the function of the property, static method or class method ``name``; None if there is none."""
+    """Return the function of the property, static method or class method ``name``, or None."""
     found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
     return found.fget if isinstance(found, property) else getattr(found, "func", getattr(found, "__func__", None))
 
@@ -112,9 +112,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def named_by(kind: type, names: Names) -> Names:
-    """Return ``names``, plus the names in the public and special methods of a class, and in its private methods.
+    """Return ``names``, and all names that the methods of a class use.
 
-    A private method is included only if its name is among the returned names.
+    A private method is read only if the method's own name is among the returned names.
     """
     methods = methods_of(kind)
     found = set(names)

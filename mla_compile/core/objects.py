@@ -1,4 +1,4 @@
-"""Plain Python objects that hold modules: their attributes, and whether a shallow copy can replace an object."""
+"""Reads and copies plain Python objects that hold modules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MEANT_OTHERWISE = (
     "__setattr__",
     "__getattribute__",
 )
-"""Methods that mark objects as special: shared on purpose, proxies, or to be closed only once."""
+"""Methods of objects that must not be copied: shared objects, proxies, and objects that are closed only once."""
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value, other than a module, is an object of a class written in Python with ordinary attributes."""
+    """Whether a value is not a module, and its class is written in Python and creates objects in the ordinary way."""
     kind = type(value)
     if kind is SimpleNamespace:
         return True
@@ -40,8 +40,8 @@ def can_be_copied(value: object) -> bool:
     This is False for:
 
     * objects of torch's own classes, which record the modules that they were made for,
-    * threads, which run what they were made with,
-    * objects whose metaclass has its own ``__call__``, which may allow only one object,
+    * threads,
+    * objects whose metaclass has its own ``__call__``, because the class may be a singleton,
     * objects whose class has a method in :data:`_MEANT_OTHERWISE`.
     """
     kind = type(value)

@@ -19,7 +19,7 @@ _REGISTERED = ("_modules", "_parameters", "_buffers")
 
 Holder: TypeAlias = "dict[Any, Any] | list[Any]"
 Link: TypeAlias = "tuple[Holder, Any, Any]"
-"""The container, the key in it, and the value under that key."""
+"""A container, a key in the container, and the key's value."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Place:
 
     Attributes:
         modules: the names of the submodules on the path to the module.
-        keys: the name of the attribute, then the keys of the items in it.
+        keys: the name of the attribute, then the keys in nested lists and dicts.
     """
 
     modules: tuple[str, ...]
@@ -38,9 +38,9 @@ class Place:
         return ".".join((*self.modules, str(self.keys[0]))) + "".join(f"[{key!r}]" for key in self.keys[1:])
 
     def links(self, model: nn.Module) -> list[Link]:
-        """Return the links from the model to the tensor, which the last link has as its value.
+        """Return the links from the model to the tensor, which is the value of the last link.
 
-        If the path is broken, the links end where it breaks, and the last value is None.
+        If an item of the path is missing, the links end at this item, and its value is None.
         """
         links: list[Link] = []
         owner = model
@@ -58,12 +58,12 @@ class Place:
         return links
 
     def tensor(self, model: nn.Module) -> Any:
-        """Return the tensor at this place; ``None`` if there is nothing."""
+        """Return the tensor at this place, or ``None``."""
         return self.links(model)[-1][2]
 
 
 def item(holder: Holder, key: Any) -> Any:
-    """Return ``holder[key]``; ``None`` if there is no such item."""
+    """Return ``holder[key]``, or ``None`` if there is no such item."""
     try:
         return holder[key]
     except (KeyError, IndexError, TypeError):
@@ -71,7 +71,7 @@ def item(holder: Holder, key: Any) -> Any:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Yield each place in a model that holds a buffer, or a tensor in a plain attribute, together with the tensor."""
+    """Yield a place and a tensor for each buffer, and for each tensor in a plain attribute."""
     for name, module in model.named_modules(remove_duplicate=False):
         path = tuple(name.split(".")) if name else ()
         for key, value in module._buffers.items():
@@ -97,7 +97,7 @@ def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the attribute path to each tensor of a model, by the tensor's id. Items of lists and dicts have none."""
+    """Return a dict: ``id`` of a tensor -> attribute path in the model. Items of lists and dicts are left out."""
     own = {(*place.modules, *place.keys): tensor for place, tensor in tensors_of(model) if len(place.keys) == 1}
     named = {tuple(name.split(".")): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {id(tensor): path for path, tensor in (own | named).items()}
@@ -109,11 +109,11 @@ def at_path(model: nn.Module, path: Iterable[str]) -> Any:
 
 
 def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
-    """Return those of ``places`` that are the only way for the model's code to reach their tensors.
+    """Return the places that are the model's only way to reach a tensor.
 
-    At such a place, the tensor spans its whole memory, and each module on the path occurs once in the model. No other
-    path leads to these modules or to that memory, whether through an attribute, a list, a dict, a closure, a bound
-    method, a hook or another object.
+    The tensor at such a place spans its whole storage. Each module on the path occurs once in the model. No other path
+    leads to these modules or to the storage. The check follows attributes, lists, dicts, closures, bound methods, hooks
+    and other objects.
     """
     modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memory: Counter[int] = Counter()
@@ -136,7 +136,7 @@ def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Coun
 
 
 def _memory(value: object) -> tuple[int, ...]:
-    """Return keys of a tensor's memory: tensors that share memory have a key in common."""
+    """Return keys of a tensor's memory. Tensors that share memory have a common key."""
     if not is_a(value, torch.Tensor):
         return ()
     if is_traceable_wrapper_subclass(value):  # two wrapper tensors may share inner tensors

@@ -1,4 +1,4 @@
-"""The program: a functional pre-dispatch ATen graph and facts about its inputs, the same for every entry point."""
+"""The program: a functional pre-dispatch ATen graph and facts about its inputs. Every entry point uses it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FoldedWeight:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
 
     ``compute`` maps the live tensors of ``weights`` (names in :attr:`Program.weights`) to the value of ``placeholder``.
-    ``stored`` is set if that value is a dequantized form of quantized weights. It is then a key of the computation.
-    Graphs with equal keys share the value, and detect changes of the weights by tensor versions and addresses.
+    If the value is dequantized from quantized weights, ``stored`` is a key of the computation. Graphs with equal keys
+    share the value, and compare tensor versions and addresses to detect changed weights.
     """
 
     placeholder: str
@@ -43,21 +43,22 @@ class FoldedWeight:
 
 @dataclass(frozen=True)
 class Append:
-    """New rows of a cache, which a program writes in place instead of returning old and new rows concatenated.
+    """New rows of a cache. The program writes them in place instead of returning a concatenation with the old rows.
 
     Attributes:
-        input: the placeholder of the rows, with capacity for ``count`` more rows at the end of axis ``axis``. None: the
-            cache begins in this call, or grows by any number of rows. The program then returns all rows as before, and
-            its caller allocates spare capacity after them.
+        input: the placeholder of the cache, which has capacity for ``count`` more rows at the end of axis ``axis``.
+            None if the cache begins in this call or grows by any number of rows. The program then returns all rows, and
+            the caller allocates spare capacity.
         output: the position of the cache (old and new rows) among the values that the caller receives. If ``input`` is
-            set, the graph itself no longer returns the cache. None: the program writes to a buffer of the caller.
-        axis: the axis of the tokens.
+            set, the graph itself does not return the cache. ``output`` is None if the program writes to a buffer of the
+            caller.
+        axis: the token axis.
         count: the number of rows that a call writes.
         shared: whether the rows are distributed over the ranks of the program's ``sharing``. The placeholder then has
-            one rank's share of old and new rows together, and the program writes only that rank's rows.
-        grows: whether the cache grows. If not, the rows are a buffer of full length, which needs no spare capacity.
+            only this rank's old and new rows, and the program writes only this rank's rows.
+        grows: whether the cache grows. Otherwise, the cache is a buffer of full length without spare capacity.
         total: the number of rows of a shared buffer that begins in this call; 0 if unknown. If it is known, the emitted
-            graph returns only this rank's rows. Whole buffers of all layers would take the memory that sharing saves.
+            graph returns only this rank's rows, because whole buffers of all layers would need too much memory.
     """
 
     input: str | None
@@ -71,19 +72,19 @@ class Append:
 
 @dataclass(frozen=True)
 class Capture:
-    """What the capture and its caller know of a program. No pass changes it.
+    """Facts about a program that come from the capture and its caller. No pass changes them.
 
     Attributes:
         original: the captured object, from which the result is emitted.
-        parts: name of an input that is a tensor subclass -> name of each node that reads one of its plain tensors ->
-            that plain tensor.
+        parts: name of an input that is a tensor subclass -> name of a node that reads one of the input's plain tensors
+            -> the plain tensor.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         own: placeholder names of the buffers that may be kept as rows. An optimized module owns these buffers, and the
-            program writes to them or returns them with new values.
+            program writes or returns their new values.
         plain: whether K and V are still cached and read, in addition to rows.
-        sharing: how the ranks of the program share the rows of caches; None if they do not.
+        sharing: how the ranks share the rows of caches, or None.
         shared: placeholder names of the inputs whose rows are distributed over the ranks.
-        autocast: whether autocast was active in the graph or around its capture. The graph then contains its casts.
+        autocast: whether autocast was active in the graph or around its capture. If so, the graph contains the casts.
         seconds: how long the capture took.
     """
 
@@ -108,16 +109,15 @@ class Program:
         mutations: names of the nodes (placeholders, or get_attr of a mutated buffer) whose new values come first in the
             output.
         weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants. A
-            fake or meta tensor, which has no values, is given as ``None``.
+            fake or meta tensor has no values and is replaced by ``None``.
         fake_mode: the fake tensor mode of the metadata.
         aliases: index of a returned value -> name of the mutated input that the value is a view of. The view is
-            recomputed from the input after the write, so that the caller gets the input's memory as in the original
-            program.
-        capture: what the capture and its caller know of the program.
+            computed again after the write, so that it shares the input's memory as in the original program.
+        capture: facts that come from the capture and its caller.
         folds: extra placeholders that passes append after all others. Whoever runs the program supplies their values.
-        cache: which inputs and outputs hold rows instead of K and V (a ``LatentCache`` of the passes); None unless a
-            pass has decided to keep rows.
-        appends: the caches to which new rows are appended in place, as a pass has decided.
+        cache: the inputs and outputs that hold rows instead of K and V (a ``LatentCache`` of the passes), or None if no
+            pass decided to keep rows.
+        appends: the caches to which a pass appends new rows in place.
     """
 
     gm: fx.GraphModule
@@ -162,7 +162,7 @@ class Program:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph, with the same nodes, names and metadata, that takes and returns positional values."""
+    """Return a copy of a graph, including names and metadata. The copy takes and returns positional values."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     returned = copied.graph_copy(graph, nodes)
@@ -171,13 +171,13 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> fx.GraphModule:
-    """Return a module that generates the Python code of ``graph`` when it first runs, because most graphs never run."""
+    """Return a module that generates Python code only when it first runs, because most graphs never run."""
     return _LazyGraphModule(root, graph)
 
 
 def view_source(node: object) -> fx.Node | None:
-    """Return the tensor (or tuple of views) that ``node`` is directly a view of; ``None`` if ``node`` is no view."""
-    # The schema decides, not the passes' decoder, which requires canonical graphs.
+    """Return the node (a tensor or a tuple of views) of which ``node`` is a direct view, or ``None``."""
+    # Operator schemas mark views. The passes' decoder is not used, because it requires canonical graphs.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

@@ -1,4 +1,4 @@
-"""Formatting of quantities, and the bytes of a value by dtype."""
+"""Formats quantities, and lists the bytes per value of each dtype."""
 
 from __future__ import annotations
 

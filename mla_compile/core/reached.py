@@ -25,19 +25,19 @@ _MANY = 1_000_000
 
 
 def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:
-    """Whether the type of a value is one of ``kinds`` or a subclass of one.
+    """Whether the type of a value is one of ``kinds`` or a subclass.
 
-    ``isinstance`` is not used, because it also reads the value's ``__class__``. There, a proxy returns the class of its
-    target, or raises if the target is gone.
+    ``isinstance`` is not used, because it also reads the value's ``__class__``. A proxy's ``__class__`` is the class of
+    the proxy's target, or raises if the target is gone.
     """
     return issubclass(type(value), kinds)
 
 
 def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
-    """Yield ``values``, and everything that can be reached from them without passing through a module or a tensor.
+    """Yield ``values`` and all objects that they lead to. Modules and tensors are yielded, but not searched.
 
-    The search is breadth first, through attributes, collections, closures, bound methods, hooks and weak references; it
-    does not follow proxies. An object whose ``id`` is in ``but`` is yielded, but not searched.
+    The search is breadth first. It follows attributes, collections, closures, bound methods, hooks and weak references,
+    but not proxies. An object whose ``id`` is in ``but`` is yielded, but not searched.
     """
     seen: dict[int, object] = {}
     left = deque(values)
@@ -58,6 +58,6 @@ def _held_by(value: object) -> Iterable[object]:
         return (value.replaced,)
     if is_a(value, weakref.ReferenceType):
         return (value(),)
-    if is_a(value, types.FunctionType):  # not its globals, which may hold anything
+    if is_a(value, types.FunctionType):  # globals are left out, because they may hold anything
         return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
     return gc.get_referents(value)

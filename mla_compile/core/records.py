@@ -17,7 +17,7 @@ VERDICTS: tuple[VerdictName, ...] = ("absorbed", "kept", "refused", "not_mla")
 
 @dataclass(frozen=True)
 class Location:
-    """A node of the graph, and the line of the user's source that it came from, if the trace recorded it."""
+    """A node of the graph, and the user's source line for this node, if the trace recorded the line."""
 
     node: str
     op: str
@@ -58,13 +58,13 @@ class KeptPart:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """One attention site: where it is, what was done, why, and what it costs before and after.
+    """One attention site: its location, what was done and why, and its costs before and after.
 
     Attributes:
         index: position of the site in its report, from 0.
         where: the attention core.
         verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
-        form: the form in which the site now runs (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
+        form: the form in which the site now runs (``expanded``, ``chained``, ``folded``), or ``None``.
         code: the reason as a stable code; ``mla_compile.codes.section(code)`` returns the path of its documentation.
         reason: the reason in words, for this site.
         fix: what the user could change. ``None`` means that the generic advice for ``code`` applies. An empty text
@@ -80,26 +80,27 @@ class SiteReport:
         graph: the name of the graph, if the report covers several graphs.
         stands_for: how many equal attentions of the model this traced attention represents.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add). If heads share rows (code
-            ``shared_rows``), this is per cached row instead, because a row may summarise several tokens. The FLOPs and
-            bytes below follow the same rule.
+            ``shared_rows``), all FLOPs and bytes below are per cached row, because a row may summarise several tokens.
         decode_flops_after: FLOPs of one decode step per context token in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
         decode_bytes_after: bytes moved by one decode step per context token in the absorbed form.
-        break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf``: always.
-        precision_ratio: error of the rewritten site divided by the error of the original site, both against float64.
+        break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf`` if always.
+        precision_ratio: error of the rewritten site divided by the error of the original site. The reference is
+            float64.
         fold_error: relative rounding error of the folded weights.
-        chosen: the number of keys to which each query of a sparse attention attends; the cost is then independent of
-            the context.
+        chosen: the number of keys to which each query of a sparse attention attends. The context length then does not
+            change the cost.
         choosing_flops: FLOPs of one decode step per context token to choose these keys. ``None`` if the indexer is not
-            in the graph, or if this attention reuses the top-k indices of an earlier site, whose report has the cost.
+            in the graph. Also ``None`` if an earlier site's report has the cost, because this attention reuses that
+            site's top-k indices.
         choosing_bytes: bytes moved to choose these keys: the cached rows that the indexer reads, and the per-head
             products that it writes and reads. ``None`` in the same cases as ``choosing_flops``.
-        choosing_fused: whether one operator computes the scores, so that no per-head product goes through memory.
-        parts: what is absorbed if it is not the whole attention: ``keys`` or ``values``, possibly of some heads only
-            (``heads 0-7 of 16``, ``values of heads 8-15 of 16``). Empty if the whole attention is absorbed.
+        choosing_fused: whether one operator computes the scores, so that no per-head product is stored in memory.
+        parts: the absorbed parts: ``keys`` or ``values``, possibly of some heads only (``heads 0-7 of 16``, ``values of
+            heads 8-15 of 16``). Empty if the whole attention is absorbed.
         kept: the parts of a partly absorbed attention that stay expanded, and why.
         notes: further notes, one line each.
-        drawing: the site's nodes before and after the rewrite, from ``explain``. Comparisons and JSON ignore it.
+        drawing: the site's nodes before and after the rewrite, from ``explain``. Comparisons and JSON ignore this.
     """
 
     index: int
@@ -136,7 +137,7 @@ class SiteReport:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict is {self.verdict!r}, expected one of {', '.join(VERDICTS)}")
-        object.__setattr__(self, "code", Code(self.code))  # accepts a plain string, raises for an unknown one
+        object.__setattr__(self, "code", Code(self.code))  # raises for an unknown code
 
     @property
     def latent(self) -> bool:

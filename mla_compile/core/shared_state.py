@@ -1,7 +1,7 @@
 """Weights that a module holds twice: as a parameter, and in another object that is not a module.
 
 bitsandbytes holds int8 weights in this way. Its ``forward`` computes with ``state.CB`` and ``state.SCB``, and then sets
-``weight.data = state.CB``. This changes nothing, because ``weight`` already has the memory of ``state.CB``.
+``weight.data = state.CB``. The assignment changes nothing: ``weight`` already has the memory of ``state.CB``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SETS = ("set_", "shallow_copy_data_")
 
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
-    """Remove every ``a.data = b`` in which ``a`` already has the memory of ``b``. ``values``: the inputs of ``gm``."""
+    """Remove every ``a.data = b`` in which ``a`` already has ``b``'s memory. ``values`` are the inputs of ``gm``."""
     for node, one, other in _sets(gm, values):
         if _memory(one) is None or _memory(one) != _memory(other):
             continue
         written: Any = node.args[0]
-        for user in list(node.users):  # Dynamo's reset of the version counter; nothing was written
+        for user in list(node.users):  # Dynamo resets the version counter of ``a`` here
             user.replace_all_uses_with(written)
             gm.graph.erase_node(user)
         node.replace_all_uses_with(written)
@@ -33,13 +33,13 @@ def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
 
 
 def replaced_weights(gm: fx.GraphModule, values: Sequence[object]) -> list[torch.nn.Parameter]:
-    """Return the parameters in ``values``, the inputs of ``gm``, whose memory ``gm`` replaces: ``weight.data = x``."""
+    """Return the parameters whose memory ``gm`` replaces (``weight.data = x``). ``values`` are the inputs of ``gm``."""
     pairs = ((one, other) for _, one, other in _sets(gm, values) if isinstance(one, torch.nn.Parameter))
     return [one for one, other in pairs if _memory(one) is None or _memory(one) != _memory(other)]
 
 
 def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Node, object, object]]:
-    """Yield every ``a.data = b`` in ``gm``, with the values of a and b: None for a node that is not an input."""
+    """Yield every node ``a.data = b``, and the values of ``a`` and ``b`` (None for nodes that are not inputs)."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), values, strict=True))
     for node in list(gm.graph.nodes):
         if getattr(node.target, "__name__", node.target) in _SETS and len(node.args) == 2:
@@ -48,7 +48,7 @@ def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Nod
 
 
 def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object]) -> set[str]:
-    """Return the names of inputs held by an object that also holds a tensor with a parameter's memory."""
+    """Return the names of inputs whose owner also holds a tensor with a parameter's memory."""
     parameters = {_memory(v) for v in values if isinstance(v, torch.nn.Parameter)} - {None}
     bases = {node.name: getattr(getattr(node, "_dynamo_source", None), "base", None) for node in inputs}
     holders: list[object] = [
@@ -60,7 +60,7 @@ def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object])
 
 
 def _memory(tensor: object) -> Hashable:
-    """Return a key of the memory and layout of ``tensor``; None if its memory is unknown."""
+    """Return a key of the memory and layout of ``tensor``, or None if the memory is unknown."""
     # Fake tensors, wrapper subclasses and empty tensors have no memory of their own.
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return None

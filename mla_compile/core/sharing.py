@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ``size`` ranks share a cache's rows, round robin: rank ``t % size`` has token t as its row ``t // size``.
+    """How ``size`` ranks share a cache's rows, round robin: rank ``t % size`` has token t in row ``t // size``.
 
-    All ranks hold the same number of rows, because collectives need equal shapes and all ranks have to compile for the
-    same shapes. The last row of a rank may thus belong to no token yet.
+    All ranks hold equally many rows, because collectives and compiled code need equal shapes on all ranks. The last row
+    of a rank may thus belong to no token yet.
 
     Attributes:
-        group: name of the process group, as functional collectives take it.
+        group: name of the process group for functional collectives.
         ranks: the global rank numbers, in the order of the group.
         rank: the position of this rank in ``ranks``.
         heads: whether ranks compute different heads, so that they have to exchange queries. ``True`` is always correct,
@@ -30,7 +30,7 @@ class Sharing:
 
     @property
     def size(self) -> int:
-        """The number of ranks that share."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def capacity(self, tokens: Any) -> Any:
@@ -42,9 +42,9 @@ class Sharing:
         return (tokens + self.size - 1 - self.rank) // self.size
 
     def all_rows(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Gather the rows of all ranks, and return the first ``tokens`` [tokens,...]. Each rank gives equally many.
+        """Gather the rows of all ranks, and return the first ``tokens`` rows [tokens,...].
 
-        This is a collective: every rank that shares the rows has to call it.
+        This is a collective: every rank has to call it, with equally many rows.
         """
         c10d = torch.ops._c10d_functional
         sent = c10d.all_gather_into_tensor(own.contiguous(), self.size, self.group)

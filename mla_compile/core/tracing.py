@@ -29,7 +29,7 @@ def one_at_a_time() -> Iterator[None]:
 def is_traced() -> bool:
     """Whether another compiler is tracing in this thread.
 
-    ``is_compiling`` alone does not tell, because all threads share its flag.
+    ``is_compiling`` alone is not enough, because all threads share its flag.
     """
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True

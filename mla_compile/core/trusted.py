@@ -1,7 +1,7 @@
-"""Loads compiled code from disk only if it is complete and in folders that nobody else can write to.
+"""Loads compiled code from disk only if the file is complete and no other user can have written it.
 
-The dynamic linker runs a library's constructors and maps its file into memory. Code of another user would thus run as
-this user, and a truncated file would end the process with SIGBUS.
+Loading runs code of the library, so another user's code would run as this user. Loading also maps the file into memory,
+so a truncated file would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class NotWholeError(Exception):
 def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
     """Load a compiled library after checking it.
 
-    With ``built_since`` (seconds since the epoch), the library must match its seal. If it does not, but was built after
-    that time (by this process, or by one that this process waited for), it is sealed now. Raises
-    :class:`PermissionError` for a file that others may have written, :class:`NotWholeError` for an older file without a
-    matching seal, and :class:`OSError` for a file that cannot be loaded.
+    If ``built_since`` (seconds since the epoch) is given, the library must match its seal. A library that was built
+    after this time is sealed now if necessary. Raises :class:`PermissionError` for a file that others may have written,
+    :class:`NotWholeError` for an older file without a matching seal, and :class:`OSError` for a file that cannot be
+    loaded.
     """
     if (told := refusal(path)) is not None:
         raise PermissionError(told)
@@ -43,9 +43,9 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
 
 
 def distrust(path: str | os.PathLike[str]) -> str | None:
-    """Return, in words, why this user must not run a file; ``None`` if only this user and root can have written it.
+    """Return in words why this user must not run a file, or ``None`` if only this user and root can have written it.
 
-    Every parent folder is checked, too: whoever can write to one of them can replace the file.
+    Parent folders are checked, too, because a user who can write to a parent folder can replace the file.
     """
     file = Path(path).resolve()
     for one in (file, *file.parents):
@@ -64,7 +64,7 @@ def distrust(path: str | os.PathLike[str]) -> str | None:
 
 
 def seal(path: str | os.PathLike[str]) -> None:
-    """Write the checksum of a file next to it, as its seal, which :func:`is_whole` reads."""
+    """Write the seal of a file: a second file with the checksum, which :func:`is_whole` reads."""
     seal_of, draft = _seal(path), _seal(path).with_suffix(f".{os.getpid()}")
     draft.write_text(_digest(path))
     os.replace(draft, seal_of)
@@ -91,7 +91,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _private(group: int) -> bool:
-    """Whether a group is root's, or has no member but this user: many systems give each user their own group."""
+    """Whether a group is root's, or has no other member than this user. Many systems give each user a private group."""
     if group == 0:
         return True
     try:

@@ -1,13 +1,13 @@
 """Copies modules without the wrappers that libraries put around forwards and that Dynamo cannot trace.
 
 Two kinds of wrappers are removed. The first kind only places tensors (accelerate's hooks, the offloading of
-compressed-tensors). If everything is on one device already, such a wrapper moves nothing, and the forward inside it
-runs instead. The second kind computes (roundings of compressed-tensors, functions under ``torch.compiler.disable``).
-If a layer of rows (a module with ``in_features`` and ``out_features``) has such a wrapper, the layer is called as one
-operator: :mod:`mla_compile.core.layers`.
+compressed-tensors). If everything is on one device already, the copy runs the forward inside the wrapper. The second
+kind computes (roundings of compressed-tensors, functions under ``torch.compiler.disable``). If a layer of rows (a
+module with ``in_features`` and ``out_features``) has such a wrapper, the copy calls the layer as one operator
+(:mod:`mla_compile.core.layers`).
 
-The originals are not changed. A copy shares the dicts of tensors and hooks with its original, so that a change to
-either affects both.
+The original modules are not changed. A copy shares the original's dicts of tensors and hooks, so that later changes
+affect the original and the copy.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mla_compile.core.modules import Added, shallow
 _CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
 Function = Callable[..., Any]
 IsKnown = Callable[[nn.Module, Function], bool]
-"""Whether Dynamo is known to be unable to trace the given function, which is the forward of the given layer."""
+"""Takes a layer and its forward, and returns whether Dynamo is known to be unable to trace this forward."""
 IsCaptured = Callable[[Function, Tensor], bool]
-"""Whether the forward of a layer of rows, called with the given row, is captured as one graph."""
+"""Takes a layer's forward and a row, and returns whether the call is captured as one graph."""
 
 
 class OwnForward(Added):
     """The forward of a module that is already a copy."""
 
     def below(self, forward: Function | None) -> None:
-        """Set the function that this forward replaces; None stands for the forward of the module's class."""
+        """Set the function that this forward replaces. None means the forward of the module's class."""
         raise NotImplementedError
 
     @property
@@ -55,8 +55,8 @@ class Unwrapped:
     """The result of unwrapping a model.
 
     Attributes:
-        device: the device of all tensors, on which inputs have to be, if wrappers that place tensors were removed.
-        left: description of a wrapper that remains and that Dynamo cannot trace -> the number of modules with it.
+        device: the device of all tensors, if wrappers that place tensors were removed. Inputs have to be there.
+        left: description of a wrapper that remains and that Dynamo cannot trace -> how many modules have the wrapper.
     """
 
     device: torch.device | None = None
@@ -72,10 +72,10 @@ class _Placing:
     """A wrapper that places tensors.
 
     Attributes:
-        inner: the forward inside it, which takes the module and its arguments; None if unknown.
-        devices: the devices to or from which it moves tensors.
-        library: the library that installed it.
-        moves: what it does besides placing everything on one device, in words.
+        inner: the forward inside the wrapper, with the module as first argument; None if unknown.
+        devices: the devices to or from which the wrapper moves tensors.
+        library: the library that installed the wrapper.
+        moves: a description of further effects; empty if the wrapper only places everything on one device.
         tensors: the dicts ``_parameters`` and ``_buffers``, if the library keeps the tensors in other containers.
     """
 
@@ -87,10 +87,9 @@ class _Placing:
 
 
 def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
-    """Replace wrapped modules below ``root``, which is itself a copy, by unwrapped copies.
+    """Replace wrapped modules below ``root`` by unwrapped copies. ``root`` must itself be a copy.
 
-    ``root`` gets its own dict of submodules. Wrappers around ``root`` itself are removed from its :class:`OwnForward`
-    if they only place tensors.
+    ``root`` gets a new dict of submodules. Wrappers around ``root`` itself are removed if they only place tensors.
     """
     found = Unwrapped()
     placing = {m: w for m in root.modules() if (w := _placing(m)) is not None}
@@ -103,9 +102,9 @@ def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
 
 
 def _moves_nothing(placing: Mapping[nn.Module, _Placing], found: Unwrapped) -> bool:
-    """Whether all tensors are already where the wrappers move them.
+    """Whether all tensors are already on the one device to which the wrappers move tensors.
 
-    If they are, their device is recorded in ``found``; otherwise, what the wrappers move is recorded.
+    If so, record the device in ``found``. Otherwise, record what the wrappers do.
     """
     tensors = [t for m in placing for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     devices = {d for wrapper in placing.values() for d in wrapper.devices} | {_name(t.device) for t in tensors}
@@ -145,7 +144,7 @@ def _of_accelerate(hook: Any, below: object) -> _Placing:
 def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
     """Return the wrapper that ``offload_module`` installed.
 
-    It moves tensors to one device when they are read, and inputs when the module is called.
+    The wrapper moves tensors to one device at each read, and inputs at each call of the module.
     """
     caches = {kind: own[kind] for kind in ("_parameters", "_buffers")}
     places = {_name(place) for c in caches.values() for place in (c.onload_device, c.offload_device)}
@@ -177,7 +176,7 @@ class _Copier:
         self.followed: dict[object, bool] = {}
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """Whether the forward that a module runs may be one that Dynamo cannot trace."""
+        """Whether Dynamo may be unable to trace the forward of a module."""
         replaced = vars(module).get("forward")
         if replaced is None:
             forward = type(module).forward
@@ -209,7 +208,7 @@ class _Copier:
         return self.copies[module]
 
     def _children(self, module: nn.Module) -> dict[str, nn.Module | None] | None:
-        """Return the submodules by name, with copies where needed; None if no submodule needs a copy."""
+        """Return the submodules or their copies by name, or None if no submodule needs a copy."""
         new = {name: None if child is None else self.copy(child) for name, child in module._modules.items()}
         return new if any(child is not module._modules[name] for name, child in new.items()) else None
 
@@ -244,7 +243,7 @@ class _Copier:
         return None if inner is None or inner is type(module).forward else types.MethodType(inner, module)
 
     def _follows(self, module: nn.Module, inner: Function | None) -> bool:
-        """Whether Dynamo can trace the forward of a module. This is tried once for each function."""
+        """Whether Dynamo can trace the forward of a module. Each function is tried once."""
         forward = vars(module).get("forward", inner) if inner is None else inner
         if _is_disabled(forward):
             return False
@@ -260,7 +259,7 @@ class _Copier:
         return self.followed[key]
 
     def _called(self, module: nn.Module, inner: Function | None, wrapper: _Placing | None) -> nn.Module | None:
-        """Return a copy that calls ``module`` as one operator; None if ``module`` may not be a layer of rows."""
+        """Return a copy that calls ``module`` as one operator, or None if it is not known to be a layer of rows."""
         width = _width(module)
         if width is None or module._modules:
             return None
@@ -278,7 +277,7 @@ class _WrappedCall:
         self.called = called
 
     def __call__(self, *args: Any, **kwargs: object) -> Any:
-        """Call the operator if Dynamo traces a call on rows without gradients or autocast; else call the original."""
+        """Call the operator while Dynamo traces without gradients and autocast. Otherwise, call the original."""
         if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.called.layer.forward(*args, **kwargs)
         (rows,) = args
@@ -288,7 +287,7 @@ class _WrappedCall:
 
 
 def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
-    """Return a copy without the attributes that mark a wrapper. It shares the dicts of tensors and of hooks."""
+    """Return a copy without the attributes that mark a wrapper. The copy shares the dicts of tensors and hooks."""
     made = shallow(module)
     for name in ("forward", "_hf_hook", "_old_forward", "_original_forward_func"):
         vars(made).pop(name, None)
@@ -315,13 +314,13 @@ def _method(module: nn.Module, inner: Function | None) -> Function:
 
 
 def _width(module: nn.Module) -> int | None:
-    """Return the number of features that a layer of rows returns; None for any other module."""
+    """Return the number of features that a layer of rows returns, or None for any other module."""
     width = getattr(module, "out_features", None)
     return width if isinstance(width, int) and isinstance(getattr(module, "in_features", None), int) else None
 
 
 def _one_row(module: nn.Module) -> Tensor | None:
-    """Return a row of zeros for a layer of rows; None for any other module, or if the dtype of rows is unknown."""
+    """Return a row of zeros for a layer of rows, or None for any other module or an unknown dtype of rows."""
     dtypes = [t.dtype for t in module.parameters(recurse=False) if t.is_floating_point() and t.dtype.itemsize > 1]
     if _width(module) is None or not dtypes:
         return None
@@ -330,20 +329,20 @@ def _one_row(module: nn.Module) -> Tensor | None:
 
 
 def _maps_a_row(module: nn.Module, inner: Function | None, width: int) -> bool:
-    """Whether a forward really maps one row to ``width`` features of the same dtype, as the attributes say."""
+    """Whether a trial call maps one row to ``width`` features of the same dtype."""
     rows = _one_row(module)
     if rows is None:
         return False
     try:
         with torch.no_grad():
             y = _method(module, inner)(rows)
-    except Exception:  # noqa: BLE001  the user's code runs here; if it takes no row, it is no layer of rows
+    except Exception:  # noqa: BLE001  user code may raise anything, and is then no layer of rows
         return False
     return isinstance(y, Tensor) and y.dtype == rows.dtype and y.shape == (1, width)
 
 
 def _of_library(module: nn.Module) -> tuple[type, ...]:
-    """Return the classes of a module's tensors that are a library's own. They may decide what Dynamo can trace."""
+    """Return the library-defined classes of a module's tensors, which may decide whether Dynamo can trace it."""
     return tuple(type(t) for t in (*module._parameters.values(), *module._buffers.values()) if is_of_library(t))
 
 
@@ -353,7 +352,7 @@ def _is_disabled(function: object) -> bool:
 
 
 def _who(module: nn.Module, forward: object) -> str:
-    """Describe a wrapper by the Python module of its code: ``functools.wraps`` copies the wrapped function's names."""
+    """Describe a wrapper by its code's Python module, because ``functools.wraps`` changes the wrapper's own names."""
     function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", {})

@@ -1,4 +1,4 @@
-"""Choose the buffers of K and V for which a graph of ``torch.compile`` keeps rows in addition to the buffer."""
+"""Choose buffers of K and V. A graph of ``torch.compile`` keeps rows in addition to these buffers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _BESIDE = (
 class Rewritten:
     """A captured graph with its example inputs, the outcome of the passes, and its folded weights, if any.
 
-    ``twins`` maps each input that was added for rows to the buffer that the rows belong to. The added inputs are the
-    last ones.
+    ``twins``: each input that was added for rows -> the buffer that the rows belong to. The added inputs come last.
     """
 
     captured: Program
@@ -44,10 +43,10 @@ class Rewritten:
 
 
 def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:
-    """Rewrite ``program`` with an added input, a twin, for each buffer that gets rows beside it.
+    """Rewrite ``program`` with an added input, called a twin, for the rows of each chosen buffer.
 
-    ``run`` applies the passes, which decide which twins become rows. The other twins are dropped. Returns None if no
-    buffer gets rows.
+    ``run`` applies the passes. They decide which twins become rows. The other twins are dropped. Returns None if no
+    twin is left.
     """
     given = {node.name: value for node, value in zip(program.placeholders, example_inputs, strict=True)}
     written = {name: given[name] for name in program.mutations if isinstance(given.get(name), torch.Tensor)}

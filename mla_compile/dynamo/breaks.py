@@ -1,4 +1,4 @@
-"""Finds the inputs of a graph whose values were computed before a graph break."""
+"""Finds graph inputs whose values were computed before a graph break."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.passes.ir.graph import HANDED_OVER
 
 
 def mark_handed_over(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> None:
-    """Mark the ``placeholders`` whose values come across a graph break from an earlier graph of the same call.
+    """Mark the ``placeholders`` whose values were computed before a graph break, by an earlier graph of the same call.
 
     ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. A graph follows a break if code that Dynamo
     generated is running while Dynamo compiles the graph. Values cross the break as local variables and items of tuples.

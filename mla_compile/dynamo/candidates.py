@@ -12,9 +12,9 @@ _MAPS = (
     "threshold", "erf", "abs", "maximum", "max",
 )  # fmt: skip
 _REACH = 24
-"""The most nodes searched upstream of a product for another product.
+"""How many nodes upstream of a product are searched for another product.
 
-Scales, masks, casts and a function of the scores may lie between the two products of an attention.
+Scales, masks, casts and a function of the scores may lie between an attention's two products.
 """
 
 

@@ -45,7 +45,7 @@ class Cause:
     def advice(self, *, optimized: bool, dynamic: bool | None) -> str:
         """Return what the user can do.
 
-        ``optimized``: whether ``optimize`` made the module. ``dynamic``: the option that ``optimize`` was given.
+        ``optimized``: whether ``optimize`` made the module. ``dynamic``: the option ``dynamic`` of ``optimize``.
         """
         symbolic = self.kind in ("number", "size")
         if symbolic and not optimized:
@@ -81,7 +81,7 @@ def changed_source(reason: str, *, of_axis: bool = False) -> str | None:
     """Return the int attribute or the tensor whose guard failed; ``None`` for any other guard.
 
     The result is a regular expression for Dynamo's name of the value (``L['model'].layers[0].pos``) with any layer
-    number. With ``of_axis``, a tensor's name is followed by the axis whose size differed, such as ``:1``.
+    number. ``of_axis``: append the axis whose size differed to a tensor's name, as in ``:1``.
     """
     guard = _guard(reason)
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
@@ -102,9 +102,9 @@ def pattern(name: str) -> str | None:
 
 
 def drained(reason: str) -> bool:
-    """Whether a guard failed because a tensor that is kept between calls was, or became, empty along an axis.
+    """Whether a guard failed because a tensor that is kept between calls was or became empty.
 
-    The first axis is ignored.
+    Empty first axes are ignored.
     """
     found = _SIZE.match(_guard(reason))
     return found is not None and found["axis"] != "0" and is_within(found["name"]) and "0" in found.group("old", "new")

@@ -61,13 +61,13 @@ class CodeGenerator:
             for name, values in examples.items():
                 layers = len(calls.graph.find_nodes(op="call_module", target=name))
                 code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values, layers)
-                # The code becomes a plain attribute, not a submodule, because a user's global module hooks must not see
-                # its calls.
+                # The code is set as a plain attribute, because a user's global module hooks would see calls of a
+                # submodule.
                 delattr(calls, name)
                 setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)
         except RestartAnalysis:  # not a failure: Dynamo traces again with what it has learnt
             raise
-        except Exception as error:  # any failure is acceptable, because the whole graph is untouched
+        except Exception as error:  # after any failure, the graph can be compiled as a whole
             if self.options.strict:
                 raise
             message = f"a graph is compiled as a whole instead of layer by layer, because of a failure: {brief(error)}"
@@ -76,7 +76,7 @@ class CodeGenerator:
         return calls.forward
 
     def _whole_is_asked(self) -> bool:
-        """Whether the user's Inductor options require the graph as a whole.
+        """Whether the user's Inductor options require compiling the whole graph.
 
         A CUDA graph holds the addresses of one layer's weights, and folded constants belong to one layer.
         """

@@ -1,9 +1,9 @@
 """The compiler of ``backend="mla"``. It absorbs what it can in a graph, and compiles every graph with Inductor.
 
 A graph is not rewritten if it has no attention, if gradients are needed, if nothing can be absorbed, or if something
-failed. Such a graph reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions:
-equal layers are compiled once (:mod:`mla_compile.dynamo.code`), and after a run, the first rows of a cache that the
-graph returns may be moved to memory with spare capacity (:mod:`mla_compile.runtime.growing`).
+failed. Such a graph reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions.
+Equal layers are compiled once (:mod:`mla_compile.dynamo.code`). After a run, the first rows of a cache that the graph
+returns may be moved to memory with spare capacity (:mod:`mla_compile.runtime.growing`).
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class Compiler:
         self.failures: list[Exception] = []
         self.code = CodeGenerator(options, mode, self.compilations)
         self.compilations.on_end = self._add_seconds
-        self._timed = 0  # the number of reports that already have the seconds of all stages
+        self._timed = 0  # how many reports already have the seconds of torch's stages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Rewrite and compile a graph. If mla_compile fails, compile the original graph instead.
 
-        With ``strict``, or if other ranks rely on the rewritten graph, the failure raises.
+        If ``strict`` is set, or other ranks rely on the rewritten graph, the failure is raised.
         """
         end = end_of(gm)
         if self.finishing.takes(gm, example_inputs):
@@ -240,7 +240,7 @@ class Compiler:
             self.on_report()
 
     def _rows_of_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> set[str]:
-        """Return the inputs that are buffers of the module and that are kept as rows, or may be."""
+        """Return the inputs that are buffers of the module and that are, or may be, kept as rows."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
@@ -260,7 +260,7 @@ class Compiler:
             return pipeline.run(program, without, name, recompiles=True, refused=left), None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
-        """Compute the folded weights now, while the graph can still be rewritten without folds if a fold fails."""
+        """Compute the folded weights now. If that fails, the graph can still be rewritten without folds."""
         if not program.folds or self.explain_only:
             return None
         folds = FoldedWeights(program)
@@ -268,7 +268,7 @@ class Compiler:
         return folds
 
     def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: Rewritten | None) -> Call:
-        """Compile a graph that was not rewritten. If its captured form has repeated layers, compile it by layers."""
+        """Compile a graph that was not rewritten. If the captured program repeats layers, compile it by layers."""
         if done is not None and not is_active():
             with torch.no_grad():
                 call = self.code.by_parts(partial(emit.to_graph_module, done.captured), example_inputs)
@@ -279,14 +279,14 @@ class Compiler:
     def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
         """Compile the rewritten graph. If that fails, warn and return ``None``.
 
-        With ``strict`` the failure raises. It also raises if other ranks take part (``alone`` is False), because they
-        would go on with the rewritten form or its rows.
+        The failure is raised if ``strict`` is set, or if other ranks take part (``alone`` is False). Other ranks would
+        go on with the rewritten form.
         """
         try:
             return self._assemble(gm, done)
         except RestartAnalysis:  # not a failure: Dynamo traces again with what it has learnt
             raise
-        except Exception as error:  # any failure is acceptable, because the original graph is untouched
+        except Exception as error:  # after any failure, the original graph can be compiled
             if self.options.strict or not alone:
                 raise
             logger.debug("a rewritten graph could not be compiled", exc_info=error)
@@ -303,7 +303,7 @@ class Compiler:
             return None
 
     def _assemble(self, gm: fx.GraphModule, done: Rewritten) -> Call:
-        """Return one callable of the graph's inputs: the compiled programs, and the code around them in each call."""
+        """Return a callable of the graph's inputs, which runs the compiled programs and the code around them."""
         example_inputs = done.inputs
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             native.load()  # builds the kernel now rather than in the first decode step
@@ -319,8 +319,8 @@ class Compiler:
             inputs = examples_of(one, done.captured, example_inputs, layouts)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
-            # Under autocast, compile the captured program and not ``gm``: its casts are explicit, so it can run with
-            # autocast off.
+            # Under autocast, the captured program is compiled instead of ``gm``. The captured program has explicit
+            # casts, so that it can run with autocast off.
             if one is done.captured and not autocast:
                 return self.code.whole(gm, example_inputs)
             return self.code.whole(emitted(), inputs)
@@ -346,7 +346,7 @@ class Compiler:
 
 
 def _outside_autocast(call: Call) -> Call:
-    """Run ``call`` with autocast off. Its graph contains the casts, and its float32 products have to stay float32."""
+    """Run ``call`` with autocast off. The graph contains the casts, and float32 products have to stay float32."""
 
     def outside(*inputs: object) -> object:
         with without_autocast():
@@ -356,7 +356,7 @@ def _outside_autocast(call: Call) -> Call:
 
 
 def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) -> dict[str, _Carrier]:
-    """Return the inputs of a graph that are tensors of class ``kind``, which carry rows, by placeholder name."""
+    """Return placeholder name -> input, for the inputs that are tensors of class ``kind``. These tensors carry rows."""
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, kind)}
 
@@ -364,8 +364,8 @@ def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
     """Whether the graph will be differentiated, by the same test as AOTAutograd.
 
-    At least one input and one output have to require gradients. An output whose value is unknown is assumed to require
-    them.
+    At least one input and one output have to require gradients. An output of unknown value is assumed to require
+    gradients.
     """
     if not torch.is_grad_enabled():
         return False
@@ -377,7 +377,7 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Remove the tracebacks from an error and its causes, and return it.
+    """Remove the tracebacks from an error and its causes, and return the error.
 
     The frames would keep the model alive as long as torch keeps the backend.
     """

@@ -25,19 +25,19 @@ _numbers = itertools.count()
 def compiled_entry(compiler: Callable[..., object], package: Any = None, **settings: Any) -> Callable[..., object]:
     """Return a compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
 
-    ``compiler`` is a backend. If ``package`` is given, Dynamo records in it everything that is compiled, as in a
-    ``CompilePackage`` of torch.
+    ``compiler``: a backend. ``package``: an object like torch's ``CompilePackage``, in which Dynamo records everything
+    that is compiled.
 
     Dynamo counts recompilations per code object. All models of a library may run through one code object (a decorator's
-    wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code
-    object. In torch 2.13 and later, functions called after a graph break are counted per entry, too.
+    wrapper). The third model would then reach the limit and run uncompiled, so each entry gets its own code object. In
+    torch 2.13 and later, functions called after a graph break are counted per entry, too.
     """
 
     def entry(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], forward: Any = None) -> object:
         comptime(_begin)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
-    # A copy of a code object compares equal to the original and would be the same key of a dict, so its name differs.
+    # A copy of a code object equals the original, and would be the same key of a dict. Therefore its name is changed.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
     # The entry's compiled graphs refer to the entry through C, in a cycle that the garbage collector does not see.
@@ -48,7 +48,8 @@ def compiled_entry(compiler: Callable[..., object], package: Any = None, **setti
         package.begin(own)
         settings["package"] = package
     settings["nopython"] = settings.pop("fullgraph", False)
-    # torch.compile() would not do: if any thread is inside torch.export, it returns the function uncompiled, for good.
+    # torch.compile() is not used here: if any thread is inside torch.export, it returns an uncompiled function, for
+    # good.
     compiled: Callable[..., object] = torch._dynamo.optimize(compiler, **settings)(own)
     return compiled
 

@@ -16,7 +16,7 @@ def examples_of(
 ) -> list[object]:
     """Return example inputs of a rewritten program: those of the captured program, and fake tensors for added inputs.
 
-    ``layouts`` has the memory order of the axes of inputs that another graph made.
+    ``layouts``: for each input that another graph made, the memory order of the input's axes.
     """
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
     grown = {one.input for one in program.appends if one.input is not None}
@@ -30,7 +30,7 @@ def examples_of(
 
 
 def _as_sizes_say(value: object) -> object:
-    """Rewrite a symbolic number without symbols that guards have replaced, because Inductor does not know those."""
+    """Update the symbols of a symbolic number. Inductor does not know symbols that guards have replaced."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value
     now: object = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
@@ -38,9 +38,9 @@ def _as_sizes_say(value: object) -> object:
 
 
 def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Return the memory order of the axes (slowest first) of each rows tensor that a program neither grows nor writes.
+    """Return the memory order of axes (slowest first) of each rows tensor that a program only reads.
 
-    Another graph made these rows. If that graph left spare capacity, they are stored token by token.
+    Another graph made these rows. If that graph left spare capacity, the rows are stored token by token.
     """
     if program.cache is None:
         return {}

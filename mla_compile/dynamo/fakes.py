@@ -25,13 +25,14 @@ _Made = Callable[[list[FakeTensor]], object]
 
 
 def remember_results(output: Any) -> None:
-    """Make the trace that writes into Dynamo's ``output`` run equal operators on equal tensors only once."""
+    """Run equal operators on equal tensors only once, in the trace that writes into Dynamo's ``output``."""
     known: dict[Hashable, _Made | None] = {}
     run = dynamo_utils.run_node
 
     def run_node(tracer: Any, node: torch.fx.Node, args: object, kwargs: Any, nnmodule: object) -> object:
         if tracer is output and getattr(node.target, "__name__", "") == "shallow_copy_data_":
-            # ``a.data = b`` from torch 2.14 on. A result from torch's cache would leave the shape of ``a`` as it is.
+            # This is ``a.data = b`` in torch 2.14 and later. A result from torch's cache would not change the shape of
+            # ``a``.
             with disable_fake_tensor_cache(output.fake_mode):
                 return run(tracer, node, args, kwargs, nnmodule)
         key, given = _key(node, args, kwargs) if tracer is output else (None, [])
@@ -127,8 +128,7 @@ def _memory(tensor: torch.Tensor) -> int:
 def _like(one: FakeTensor, place: int | None) -> _Made:
     """Return a function that makes a tensor like ``one``, in new memory or in the memory of argument ``place``.
 
-    torch's cache of fake tensors does the same. The metadata is read now, because a later in-place method may change
-    the shape of ``one``.
+    The metadata is read now, because a later in-place method may change the shape of ``one``.
     """
     mode, env, dtype, device = one.fake_mode, one.fake_mode.shape_env, one.dtype, one.device
     shape, stride, offset = tuple(one.shape), one.stride(), one.storage_offset()

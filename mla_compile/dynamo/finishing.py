@@ -1,7 +1,7 @@
 """Handles libraries that replace weights in a model's first call. That call runs uncompiled.
 
 For example, bitsandbytes packs 4-bit weights when a layer first runs on a CPU (``weight.data = packed``). A functional
-graph cannot express that, and code that is compiled for the weights as loaded fits no later call.
+graph cannot express that. Code that is compiled for the weights as loaded would fit no later call.
 """
 
 from __future__ import annotations

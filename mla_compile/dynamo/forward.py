@@ -101,8 +101,8 @@ class CompiledForward(OwnForward):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's forward.
 
-        It runs uncompiled if gradients are needed, if a trace runs, if a global hook exists, or within a call of
-        ``outer``.
+        The forward runs uncompiled if gradients are needed, if a trace runs, if a global hook exists, or within a call
+        of ``outer``.
         """
         if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
@@ -141,7 +141,7 @@ class CompiledForward(OwnForward):
 
     @one_at_a_time()
     def _take_off(self) -> None:
-        if self._unwrapped is None:  # another thread may have removed them meanwhile
+        if self._unwrapped is None:  # another thread may have removed the wrappers
             found = take_off(self.module)
             for part in (self, *self._parts):
                 part.compiler.wrapped = found
@@ -159,7 +159,7 @@ class CompiledForward(OwnForward):
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self.replaced)
-        # A new entry, because the old one would treat the sizes of the replaced weights as dynamic.
+        # The old entry would treat the sizes of the replaced weights as dynamic.
         if self.compiler.finishing.happened:
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
@@ -203,7 +203,7 @@ class CompiledForward(OwnForward):
         """Compile the graphs that ``generate()`` needs for ``batch`` prompts of about ``prompt`` tokens.
 
         This method calls ``generate()`` with prompts of different lengths. Sizes that differ between these calls are
-        dynamic afterwards. ``context``: the length of further prompts, for which another form may be cheaper. Optimized
+        dynamic afterwards. ``context``: an additional prompt length, at which another form may be cheaper. Optimized
         language models of transformers have this method, unless their class has its own ``warm_up``. Raises
         :class:`InputError` for numbers below 1.
         """
@@ -225,7 +225,7 @@ class CompiledForward(OwnForward):
         self._buffers = self._own_buffers()
 
     def _own_buffers(self) -> OwnBuffers | None:
-        # A forward that was set on the object is bound to the original module, and would read its buffers.
+        # A forward that was set on the object is bound to the original module, and would read the original's buffers.
         if self.compiler.options.cache != "latent" or self.replaced is not None:
             return None
         return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
@@ -271,7 +271,7 @@ class CompiledForward(OwnForward):
         return [one for one in found if is_a(one, CompiledForward) and one is not self]
 
     def _is_within(self) -> bool:
-        """Whether ``outer`` makes the current call. Its compiler then handles the call."""
+        """Whether ``outer`` makes the current call. The compiler of ``outer`` then handles the call."""
         return self.outer is not None and running() is not None
 
     def call_module(self, *_: object) -> Callable[..., object]:
@@ -345,7 +345,7 @@ def _kept_buffers(options: Options) -> FindKept:
 
 
 class CompiledMethod(CompiledForward):
-    """A compiled method of an optimized module that is not its forward and runs an attention in its own code."""
+    """A compiled method of an optimized module, other than ``forward``, that runs an attention in its own code."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Find state that outlives a call and that later calls change: counters, and tensors that have no rows yet.
 
-Dynamo makes a number or a size symbolic only after it has changed. If each row represents 128 tokens, the number of
-rows first changes after 128 tokens. By then, the step that makes a row has been compiled for 0 rows. The trace shows
-earlier which state is going to change.
+Dynamo makes a number or a size symbolic only after a change. If each row represents 128 tokens, the number of rows
+first changes after 128 tokens. By then, the step that makes a row has been compiled for 0 rows. The trace shows earlier
+which state is going to change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kept:
 
     Args:
         counts: ints that the traced code writes into objects, dicts and lists that outlive the call.
-        empty: tensors that the code leaves empty along the axis. The axis is not the first.
+        empty: tensors that the code leaves empty along the axis, which is never the first axis.
         rows: tensors that the code reads or writes, with each of their resized axes.
         left: Dynamo's name of each tensor that the code reads or writes -> its sizes after the code has run.
         waits: whether the code made a tensor that is empty along a resized axis. Such a tensor gets rows only in some
@@ -95,7 +95,7 @@ def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> 
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and the sizes in this call of each tensor inside an argument, except parameters."""
+    """Yield the name of each tensor inside an argument, except parameters, with the tensor's sizes in this call."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
         if source is None or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
@@ -116,15 +116,15 @@ def seen(size: int | torch.SymInt) -> int:
 
 
 def _written(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
-    """Yield the names and values that the code wrote into one object, except values from outside stored unchanged."""
+    """Yield the names and values that the code wrote into one object, except unchanged values from elsewhere."""
     for name, value in _held(effects, var):
-        # A lazy value is one that the code has not read. Reading it here would add it to the graph.
+        # The code has not read lazy values. Reading them here would add them to the graph.
         if not issubclass(type(value), LazyVariableTracker) and value.source is None:
             yield name, value
 
 
 def _held(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
-    """Yield the names and values that an object from outside the trace holds, if the code wrote to the object."""
+    """Yield the names and values in an object from outside the trace, if the code wrote to the object."""
     if getattr(var, "source", None) is None or not effects.is_modified(var):
         return
     try:

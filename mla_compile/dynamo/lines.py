@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 
 def remember_lines(output: Any) -> None:
-    """Give the nodes of Dynamo's ``output`` the same ``stack_trace`` as torch would, but from cached lines."""
+    """Give the nodes of Dynamo's ``output`` the usual ``stack_trace`` of torch, but from cached lines."""
     # Each entry also holds the code object, because a new object could get the ``id`` of a deleted one.
     known: dict[object, tuple[str, object]] = {}
     tracer = output.current_tracer
@@ -30,7 +30,10 @@ def remember_lines(output: Any) -> None:
 
 
 def _line(frame: Any) -> str:
-    """Format a frame as a traceback does. The result is empty for frames in torch's own files, as torch omits them."""
+    """Format a frame as a traceback does.
+
+    The result is empty for frames in torch's own files, which torch omits, too.
+    """
     summary = frame.frame_summary()
     if frame.is_co_filename_from_nn_modules() or summary.filename in uninteresting_files():
         return ""

@@ -1,7 +1,7 @@
 """Leaves messages that libraries log once per process (``logger.warning_once``) out of compiled code.
 
 Dynamo breaks the graph at each call of a logger. A break within an attention prevents its absorption, even if the
-message is logged only once. A call that logs every time is part of the model's behaviour, so there the graph breaks.
+message is logged only once. A call that logs every time is part of the model's behaviour, so it still breaks the graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MethodType
 from torch._dynamo import config
 
 SETTING = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
-"""The Dynamo setting for functions whose calls compiled code omits. The second name is that of torch 2.11."""
+"""The Dynamo setting for functions whose calls compiled code omits. torch 2.11 uses the second name."""
 
 
 class SaidOnce(set[Callable[..., object]]):

@@ -50,7 +50,7 @@ _attention = threading.Event()
 
 
 def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> int:
-    """Warn if Dynamo later gives up on the function that it is compiling now. Call this inside a backend.
+    """Warn if Dynamo later gives up on the function that is being compiled. Call this inside a backend.
 
     When Dynamo gives up on a function, the functions called by that function run uncompiled, too. Therefore a function
     without an attention is also watched, once any graph has had an attention. Returns the number of layers or models
@@ -112,7 +112,7 @@ def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
 
 
 def _named(function: str) -> str:
-    """Return the name of a function: Dynamo's name, or the user's forward for the entry to an optimized module."""
+    """Return a function's name in messages. The entry to an optimized module has the name of the user's forward."""
     module = running()
     return module.function if module is not None and f"({_ENTRY}:" in function else function
 

@@ -13,18 +13,18 @@ from typing import Any
 from torch._dynamo.variables import ConstantVariable, GetAttrVariable
 
 FIX = "call mla_compile.optimize(model), which reads the name of a class without a graph break"
-"""Advice for breaks found by :func:`is_of_a_name`: :func:`read_names` affects only traces that this package starts."""
+"""Advice for breaks found by :func:`is_of_a_name`. :func:`read_names` affects only traces that this package starts."""
 
 _BREAK = re.compile(r"method `\w+` of class `str`")
 
 
 def is_of_a_name(why: str) -> bool:
-    """Whether ``why`` is Dynamo's message about a graph break at a method of a string."""
+    """Whether ``why`` is Dynamo's message about a break at a method of a string."""
     return _BREAK.search(why) is not None
 
 
 def read_names(output: Any) -> None:
-    """Let the trace that writes into Dynamo's ``output`` call methods of a class's string attributes."""
+    """Let a trace call methods of a class's string attributes. The trace writes into Dynamo's ``output``."""
     call = GetAttrVariable.call_method
 
     def call_method(self: GetAttrVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Warn if no compiled graph has an attention, but one may run in code that Dynamo left out of its graphs."""
+"""Warn if no compiled graph has an attention, but code outside of Dynamo's graphs may run an attention."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class _Mark:
 def _this_call() -> Callable[[], object]:
     """Return a function that says whether the outermost module call that is running now is still running.
 
-    A mark is kept among the keyword arguments of that call, which nothing reads any more. If no module is being called
-    (a function was compiled), only the first query returns a true value.
+    A mark is stored among that call's keyword arguments, and lives as long as they do. If no module is being called (a
+    function was compiled), only the first query returns a true value.
     """
     mark, frame = _Mark(), outermost_call()
     if frame is None:
@@ -122,7 +122,7 @@ def _this_call() -> Callable[[], object]:
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:
-    """Return the innermost line of a stack that is not in torch's files."""
+    """Return the innermost line of a stack, outside of torch's files."""
     lines = [line for line in stack if not Path(line.filename).is_relative_to(_TORCH)]
     return f" ({lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line})" if lines else ""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from mla_compile.dynamo.causes import drained, failed
 
 PHASES = 4
-"""If a guard failed for more values than this, it is taken for a guard that fails in every call.
+"""A guard that failed for more values than this is assumed to fail in every call.
 
-A tensor that fills and drains has four kinds of length: empty, one row, full, and any length between. Several such
-tensors together need several times as many graphs as Dynamo's limit allows, all within the first tokens."""
+A tensor that fills and drains has four kinds of length: empty, one row, full, and any length between. Several of these
+tensors together need several times as many graphs as Dynamo's limit allows, all within the first tokens.
+"""
 
 
 class Phases:
-    """The guards that made Dynamo recompile one function, and the values that it had been compiled for."""
+    """The guards that made Dynamo recompile one function, and the values that the function had been compiled for."""
 
     def __init__(self) -> None:
         self.drains = False

@@ -23,7 +23,7 @@ def runs_in_pieces(function: Callable[..., Any]) -> bool:
 
 
 def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Wrap a generator, coroutine or asynchronous generator method: each piece runs within ``around(self)``."""
+    """Wrap a generator, coroutine or asynchronous generator method. Each piece runs within ``around(self)``."""
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)

@@ -19,7 +19,7 @@ _PRODUCT = torch.ops.aten.matmul.default
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Within this context, traces of batched ``matmul`` copy operands with a symbolic size that is 1 in the call."""
+    """In traces of batched ``matmul`` within this context, copy operands with a symbolic size of 1."""
     product: Any = _PRODUCT
     given = product.py_kernels[DispatchKey.CompositeImplicitAutograd]
 

@@ -1,11 +1,13 @@
 """Agreement between the ranks of a distributed program when they compile a graph.
 
 Each rank verifies an attention with its own shard of the weights, so ranks may reach different verdicts. An attention
-is absorbed only if every rank absorbs it. Ranks exchange their decisions through the store of torch.distributed. A
-collective would not do: if only one rank's guards fail, only that rank compiles, and its collective would be matched
-with one that the other ranks' models run.
+is absorbed only if every rank absorbs it.
 
-Ranks exchange decisions only about graphs with collectives or with tensors that several ranks hold, or if the option
+Ranks exchange their decisions through the store of torch.distributed. A collective would not work: if guards fail on
+only one rank, only that rank compiles, and its collective would be matched with a collective of the other ranks'
+models.
+
+Decisions are exchanged only if a graph has collectives or tensors that several ranks hold, or if the option
 ``context_parallel`` is set.
 """
 
@@ -77,13 +79,16 @@ def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> 
     """Return how this rank shares rows with the ranks of ``options.context_parallel``; None if rows are not shared.
 
     Ranks that share tensors or collectives of the graph are assumed to compute different heads. For other ranks,
-    :meth:`Meeting.alike` compares the weights to decide whether they do.
+    :meth:`Meeting.alike` compares weights to find out.
     """
     return _sharing(_groups(gm, example_inputs), options)
 
 
 def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
-    """Like :func:`sharing_of`, but for a whole model. Ranks that share its weights may compute different heads."""
+    """Like :func:`sharing_of`, but for a whole model.
+
+    Ranks that share the model's weights may compute different heads.
+    """
     return _sharing(_groups_of(model), options)
 
 
@@ -106,7 +111,7 @@ def ranks_of(options: Options) -> tuple[int, ...]:
 
 
 def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
-    """Yield the groups of ranks over which inputs of a Dynamo graph are spread, and those that its operators name."""
+    """Yield the groups of ranks that share inputs of a Dynamo graph, and the groups that the graph's operators name."""
     for value in example_inputs:
         if isinstance(value, dist.ProcessGroup):
             yield value

@@ -1,12 +1,11 @@
 """Keeps an optimized module within Dynamo's recompile limit, beyond which the original code runs uncompiled.
 
 Some decode state changes in every step: int attributes of modules (``self.pos += 1``), and the sizes of registered
-buffers that grow by ``cat``. With torch's default settings, Dynamo treats both as constants and recompiles in every
-step. While an optimized module runs, both are treated like other sizes: they are constants until they change, then
-symbolic.
+buffers that grow by ``cat``. With torch's default settings, Dynamo treats these values as constants and recompiles in
+every step. While an optimized module runs, the values are constants until they change, and symbolic from then on.
 
-After a graph break, several layers may share code that is compiled once per layer, so that a deep model exceeds the
-limit before its first token. Each layer therefore gets the full limit. Layers that are compiled one by one with
+After a graph break, several layers may share code that is compiled once per layer. A deep model then exceeds the limit
+before its first token. Therefore each layer gets the full limit. Layers that are compiled one by one with
 ``torch.compile`` get the full limit, too, without a change of the user's settings (:func:`guard_module`).
 """
 
@@ -44,15 +43,18 @@ _ACCUMULATED = "accumulated_recompile_limit"
 
 
 def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
-    """Return the parameters that a graph is compiled for. They tell apart the layers that run the same code."""
+    """Return the parameters that a graph is compiled for.
+
+    They identify the layer, if several layers run the same code.
+    """
     return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
 
 
 def guard_module(gm: fx.GraphModule) -> None:
     """Guard the identity of the module whose parameters the graph reads. Call this inside a backend.
 
-    Without such a guard, Dynamo has one limit for all modules that share a function. With the guard, each module has a
-    separate limit.
+    With the guard, each module has its own recompile limit. Otherwise, all modules that share a function have one
+    limit.
     """
     context = TracingContext.try_get()
     sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
@@ -93,8 +95,8 @@ class Recompiles:
     """Sets Dynamo's settings during the calls of one optimized module, and counts the graphs of each of its layers.
 
     Args:
-        dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, even a number of
-            heads. ``False`` makes none symbolic. Either value is the user's choice and is not overridden.
+        dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, such as the
+            number of heads. ``False`` makes none symbolic. Either value is the user's choice and is not overridden.
         function: the name of the module's forward in messages.
         on_note: called when Dynamo gives up on code of the module.
 
@@ -162,7 +164,7 @@ class Recompiles:
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """Return the limits to set: the user's times the number of layers, and more for buffers that fill and drain."""
+        """Return the limits to set: the user's limit times the number of layers, or more if buffers fill and drain."""
         given = user_value("recompile_limit")
         limit = self._phases.room(given)
         if limit == given and self._layers == 1:

@@ -1,9 +1,9 @@
 """Sets Dynamo settings while an optimized module runs, and only then.
 
-Newer releases of torch keep the settings per thread, older releases (2.11) per process. In the latter case, several
-threads may run optimized modules at once: the first thread to start saves the user's values, and the last thread to
-finish restores them. ``torch._dynamo.config.patch`` would not work: the second thread to start would save the values of
-:func:`held` as if they were the user's, and would leave them set.
+Newer releases of torch keep the settings per thread, older releases (2.11) per process. If they are per process,
+several threads may run optimized modules at once. The first thread to start then saves the user's values, and the last
+thread to finish restores them. ``torch._dynamo.config.patch`` would not work: the second thread would take the values
+from :func:`held` for the user's values, and would leave them set.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def user_value(name: str) -> Any:
 
 @cache
 def _state() -> _Nesting:
-    """Return the saved values. They are per thread if torch keeps settings per thread, which is tested once."""
+    """Return the saved values, per thread if torch keeps settings per thread. This is tested once."""
     changed, seen = threading.Event(), []
 
     def read() -> None:

@@ -1,19 +1,19 @@
-"""Stops repeated recompilations of functions with attention, by declaring dynamic what caused them.
+"""Stops repeated recompilations of functions with attention: sources that caused a recompilation become dynamic.
 
-Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
-runs it uncompiled. An optimized module prevents this by other settings during its own calls. With ``torch.compile`` the
-settings belong to the user. The sources that caused a recompilation of a function with attention are therefore declared
-dynamic only while Dynamo compiles that function. With ``optimize`` and with ``torch.compile``, ints that the function
+Dynamo takes int attributes of modules and the sizes of buffers for constants. It compiles a step eight times, and then
+runs the step uncompiled. An optimized module prevents this by other settings during its own calls. With
+``torch.compile``, the settings belong to the user. Sources that made Dynamo recompile a function are therefore declared
+dynamic only while Dynamo compiles this function. With ``optimize`` and with ``torch.compile``, ints that the function
 writes are declared dynamic as well, even before they change.
 
 Some tensors fill and drain, such as a buffer of tokens that wait to be compressed. They are empty in some calls and
-have one row in others. Dynamo specialises on both sizes, in combination with every size of every other such tensor.
-Once such a tensor has been seen, three things change. Sizes of 0 and 1 are treated like other sizes. Sizes share a
-symbol only if they were equal in all graphs so far. The limit allows several times as many variants.
+have one row in others. Dynamo specialises on both sizes, and on each combination of the sizes of several tensors. After
+the first tensor of this kind, three things change. Sizes of 0 and 1 are treated like other sizes. Sizes share a symbol
+only if they were equal in all graphs so far. The limit allows several times as many variants.
 
 An optimized module also declares the axes along which kept tensors are empty or change, and raises the limit during its
-own calls. With ``torch.compile`` the limit is raised just before Dynamo checks it, in a hook that Dynamo calls for
-every recompilation, and restored right after the check.
+own calls. With ``torch.compile``, a hook that Dynamo calls for every recompilation raises the limit. The limit is
+restored as soon as Dynamo has checked it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from mla_compile.dynamo.sizes import History
 
 @dataclass
 class _Settling:
-    """What made Dynamo recompile a function, or is expected to.
+    """What made Dynamo recompile a function, or may make Dynamo recompile it.
 
-    Three sets hold names to declare dynamic: ``counts`` holds ints that the function keeps, ``rows`` holds axes of
-    tensors that it keeps (used only if a tensor fills and drains), and ``changed`` holds what caused a recompilation.
+    Three sets hold names to declare dynamic. ``counts``: ints that the function keeps. ``rows``: axes of tensors that
+    the function keeps (used only if a tensor fills and drains). ``changed``: what caused a recompilation. In addition,
     ``sizes`` holds the inputs' sizes in each graph.
     """
 
@@ -93,14 +93,14 @@ def settle(gm: fx.GraphModule) -> None:
     reason = why_again()
     if not (known.phases.drains and reason is not None and config.automatic_dynamic_shapes):
         return
-    # Trace again with the new settings, because a graph for exactly these sizes would not be used again.
+    # Trace again with the new settings. A graph for exactly these sizes would not be used in later calls.
     if not drained_before or (module is not None and known.rows > rows_before):
         _open(known, reason)
         raise TensorifyScalarRestartAnalysis("what the traced code keeps fills and drains")
 
 
 def sizes_so_far() -> History | None:
-    """Return the sizes in all graphs of the current function; None if it keeps no tensor that fills and drains."""
+    """Return the sizes in all graphs of the current function; None if no tensor of the function fills and drains."""
     known = _current()
     return known.sizes if known is not None and known.phases.drains else None
 
@@ -128,7 +128,7 @@ def _forget_others(compile_id: str) -> str:
 
 
 def _asked() -> str:
-    """Raise the limit if needed. Dynamo calls this hook when it is about to compile, before it checks the limit."""
+    """Raise the limit if needed. Dynamo calls this hook before it checks the limit and compiles."""
     _close("room")
     current, reason = CompileContext.current_compile_id(), why_again()
     known = None if current is None else _functions.get(_forget_others(str(current)))
@@ -136,7 +136,7 @@ def _asked() -> str:
         return ""
     known.phases.add(reason)
     allowed, variants = variants_allowed(), current.frame_compile_id or 0
-    # Raise the limit only if Dynamo then compiles, because the raised limit is restored when that compilation starts.
+    # Raise the limit only if Dynamo then compiles, because only the start of the compilation restores the limit.
     if config.recompile_limit <= variants < min(allowed, config.accumulated_recompile_limit):
         _thread.room = ExitStack()
         _thread.room.enter_context(config.patch(recompile_limit=allowed))
@@ -155,7 +155,7 @@ def _started(what: CallbackArgs) -> None:
 
 
 def _open(known: _Settling, reason: str) -> None:
-    """Apply the settings for what is known about a function until the compilation ends."""
+    """Until the compilation ends, apply the settings that a function needs."""
     _close("patch")
     patches = ExitStack()
     if known.phases.drains:
@@ -168,8 +168,8 @@ def _open(known: _Settling, reason: str) -> None:
     found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
-    # `rows` are used only in an optimized module, whose trace (`begin_apart`) keeps an argument's size of 1 (one token)
-    # constant while other sizes of 1 become symbolic.
+    # `rows` are used only in an optimized module. In its trace, `begin_apart` keeps an argument's size of 1 (one token)
+    # constant, although other sizes of 1 become symbolic.
     rows = known.rows if known.phases.drains and module is not None else set[str]()
     names = sorted(known.counts | rows | known.changed)
     if names and (module is None or module.dynamic is None):

@@ -30,10 +30,10 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
     """Make the layout of tensors that fill and drain as dynamic as their length.
 
     This runs as a ``comptime`` function, before the trace reads a tensor. A partly drained tensor is a view with an
-    offset, and its strides are those of the whole tensor. Dynamo would infer the strides from the sizes and treat an
-    offset of 0 or 1 as a constant, so each layout would need a separate graph. The stride along the length is dynamic,
-    too: the first row of a batch keeps the layout in which it was made, and later rows are stored token by token. If an
-    argument has a size of 1 (one token, one request), that size stays constant.
+    offset, and has the strides of the whole tensor. Dynamo would infer strides from sizes, and treat an offset of 0 or
+    1 as a constant. Each layout would then need a separate graph. The stride along the length is dynamic, too: the
+    first row of a batch keeps the layout in which it was made, and later rows are stored token by token. If an argument
+    has a size of 1 (one token, one request), that size stays constant.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -86,8 +86,8 @@ def _loose_axes(tensor: Tensor) -> list[int]:
 def begin_with_one(ctx: ComptimeContext) -> None:
     """Give lengths that are equal in this call one common symbol.
 
-    This runs as a ``comptime`` function, before the trace reads a tensor. torch does the same with ``dynamic=True``,
-    and adds the same guard. Here it applies only to floating-point inputs with exactly one dynamic axis. Two inputs
+    This runs as a ``comptime`` function, before the trace reads a tensor. ``dynamic=True`` in torch does the same, and
+    adds the same guard. This function affects only floating-point inputs with exactly one dynamic axis. Two inputs
     share a symbol only if they have equal numbers of axes and the same axis is dynamic. After the trace,
     :func:`share_lengths` compares the symbolic sizes of all floating-point inputs.
     """
@@ -111,7 +111,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
 
 def _opened(context: object) -> int | None:
-    """If a tensor has exactly one dynamic axis, let that axis share a symbol with others and return it; else None."""
+    """If a tensor has exactly one dynamic axis, let this axis share a symbol, and return the axis; else None."""
     if not isinstance(context, StatefulSymbolicContext):
         return None
     inner = context.inner_contexts.values() if isinstance(context, SubclassSymbolicContext) else ()
@@ -167,12 +167,12 @@ def _name(node: fx.Node) -> str:
 
 
 def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
-    """Add guards that sizes which are equal in this call stay equal, so that they have one symbol from then on.
+    """Add guards that sizes stay equal if they are equal in this call. Equal sizes then have one symbol.
 
-    Sizes are compared along the same axis, between floating-point inputs with equal numbers of axes. Two such sizes may
+    Sizes are compared along the same axis, between floating-point inputs with equal numbers of axes. Equal sizes may
     differ later: a full sliding window stops growing, while the text grows. The guard then fails once, and the graph is
-    recompiled with a symbol for each. With a ``history``, only sizes that were equal in all graphs so far are guarded,
-    because tensors that fill and drain often have equal sizes by chance.
+    recompiled with a symbol for each size. If there is a ``history``, only sizes that were equal in all graphs so far
+    are guarded, because tensors that fill and drain often have equal sizes by chance.
     """
     first: dict[tuple[int, int, Any], torch.SymInt] = {}
     for node in gm.graph.find_nodes(op="placeholder"):

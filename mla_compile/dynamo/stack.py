@@ -33,12 +33,13 @@ def modules_called(frames: list[FrameType]) -> list[nn.Module]:
 def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
     """Return the name of the method of ``module`` among ``frames`` that computes one step; None if there is none.
 
-    Compiling a method that loops over steps would unroll the loop. The step is therefore the outermost of the module's
-    methods that is called inside all running loops. Loops in frames below the module's innermost method are ignored. A
+    Compiling a method that loops over steps would unroll the loop. The step is therefore the outermost method of the
+    module that is called inside all running loops. Loops in frames below the module's innermost method are ignored. A
     generator or coroutine is never a step.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
-    methods = {code: name for code, name in methods.items() if not is_special(name)}  # Python calls those of the class
+    # Python calls special methods on the class.
+    methods = {code: name for code, name in methods.items() if not is_special(name)}
     numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None
@@ -49,7 +50,7 @@ def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
 
 
 def _has(frame: FrameType, module: nn.Module) -> bool:
-    """Whether a frame has a variable that is the module. ``==`` is not used, as it would run code of the variables."""
+    """Whether a variable of a frame is the module. ``==`` is not used, because it would run code of the variables."""
     return any(value is module for value in frame.f_locals.values())
 
 

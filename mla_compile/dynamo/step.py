@@ -1,8 +1,10 @@
-"""Trace a step of a model whose weights are spread over ranks. Dynamo is used, since ``torch.export`` takes no DTensor.
+"""Trace a step of a model whose weights are spread over ranks.
 
-The result is a graph of this rank's share of the step, with its collectives. It has the same structure as the result of
-:func:`mla_compile.capture.capture.from_exported` for other models. The inputs are tokens, positions, caches and this
-rank's shards of the weights. Sizes are not separate inputs.
+Dynamo is used, because ``torch.export`` takes no DTensor.
+
+The result is a graph of this rank's share of the step, with its collectives. For other models,
+:func:`mla_compile.capture.capture.from_exported` returns a graph of the same structure. The inputs are tokens,
+positions, caches and this rank's shards of the weights. Sizes are not separate inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class _CapturedError(Exception):
 def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
     """Trace this rank's share of a step, like :func:`mla_compile.capture.causal_step.export_step`.
 
-    The trace needs no other ranks. Raises :class:`CaptureError` if the model cannot be traced, or only for some sizes.
+    The trace needs no other ranks. Raises :class:`CaptureError` if the model cannot be traced for all sizes.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     tensors = [*inputs[:2], *inputs[2]]
@@ -55,8 +57,8 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
         return _end
 
     name = type(lm.model).__name__
-    # Some conditions on sizes only select an implementation (can the requests be divided evenly among the ranks?). They
-    # have to be decided for all sizes, not by the sizes of the trace.
+    # Some conditions on sizes only select an implementation (can the requests be divided evenly among the ranks?).
+    # These conditions have to be decided for all sizes, not for the sizes of the trace.
     sizes = sizes_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
         with torch.no_grad(), evaluating(lm.model), UnrolledExperts(), sizes:
@@ -79,7 +81,7 @@ def _names(caches: int) -> list[str]:
 
 
 def _like_exported(program: Program, values: Sequence[object], named: Mapping[int, str]) -> Program:
-    """Give ``program`` the inputs of an exported program: first weights as plain tensors, then those in ``named``."""
+    """Give ``program`` the inputs of an exported program: weights as plain tensors, then the inputs in ``named``."""
     if program.mutations:
         raise CaptureError(f"a step writes to {', '.join(program.mutations)}")
     if len(program.outputs) != 1 + len(named) - len(INPUTS):
@@ -130,7 +132,7 @@ def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
 
 
 def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: fx.Node) -> None:
-    """Replace ``size``, an input that is a number, by reading the equal size of an input tensor."""
+    """Replace the input ``size``, a number, by an operator that reads the equal size of an input tensor."""
     expr = size.meta["val"].node.expr
     for node in inputs:
         value = node.meta.get("val")
@@ -145,7 +147,7 @@ def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: 
 
 
 def _check_sizes(program: Program, opened: Mapping[str, Mapping[int, int]]) -> None:
-    """Raise an error if the trace made any assumption about sizes other than that some are equal."""
+    """Raise an error if the trace assumed more about sizes than that some of them are equal."""
     assert program.fake_mode is not None
     env = program.fake_mode.shape_env
     assert env is not None

@@ -19,8 +19,8 @@ logger = logging.getLogger("mla_compile")
 def tell(report: Report, told: set[str]) -> None:
     """Log a line about a graph at INFO and its report at DEBUG. Warn if no attention of the graph was absorbed.
 
-    There is no warning if the graph has no attention, or if all were left by choice. ``told`` holds the warnings that
-    were given about other graphs of the model; they are not repeated.
+    There is no warning if the graph has no attention, or if all attentions were left by choice. ``told``: the warnings
+    already given about the model, which are not repeated.
     """
     count_sites(report)
     logger.info("%s", report.summary())
@@ -48,7 +48,7 @@ def add_to_trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Whether each site was left by choice: this is cheaper, the user asked for it, or nothing can be absorbed."""
+    """Whether each site was left by choice: to save time, by the user's wish, or because nothing can be absorbed."""
     choices = (
         Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Traces a module's forward for its report. The trace uses copies, so that no tensor of the user is written to.
 
-The copies are fake tensors, so that nothing is computed. Only if the trace needs values are the copies real.
+The copies are fake tensors, so that nothing is computed. If the trace needs values, the copies are real.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def trace(
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             if copies is _real_copies and isinstance(getattr(error, "inner_exception", error), UnfinishedError):
                 attempts.append(_own_copies)
-            # The trace may need values (for a branch or an index): try again with real copies, unless on meta.
+            # The trace may need values (for a branch or an index): try again with real copies, unless there are meta
+            # tensors.
             if copies is not attempts[-1]:
                 continue
             if isinstance(error, CaptureError):
@@ -138,7 +139,7 @@ def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
 
 
 def _why_not(given: CallArguments, copies: Copies, error: Exception) -> MlaCompileError:
-    """Return the error for a failed capture. It blames the inputs if the uncompiled model fails on them, too."""
+    """Return the error for a failed capture: an ``InputError`` if the uncompiled model fails, too."""
     name = type(given[0]).__name__
     try:
         with copies(given) as (copied, positional, keywords), torch.no_grad():
@@ -189,7 +190,7 @@ def _copied(given: CallArguments, shared: dict[int, torch.nn.Parameter] | None =
     memo: dict[int, object] = {**(shared or {})}
     try:
         return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
-    except Exception as error:  # a class may refuse to be copied with any error; those of fully_shard do
+    except Exception as error:  # a class may refuse to be copied with any error, as classes from fully_shard do
         name = type(module).__name__
         raise CaptureError(
             f"{name} cannot be copied, and only a copy is traced ({brief(error)}); explain it before it is sharded"

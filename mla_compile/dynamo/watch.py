@@ -39,10 +39,10 @@ _CALLS = 8
 """How many calls of a method are watched. If none of them runs an attention, later calls are not expected to either."""
 
 _NEAR = 1000
-"""How many of the objects that are reached from a value are searched for a module."""
+"""How many objects that a value leads to are searched for a module."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-"""Module -> method -> how many more of its calls are watched."""
+"""Module -> method -> how many more calls of the method are watched."""
 
 
 class _ThreadWatch(threading.local):
@@ -107,8 +107,8 @@ def _watched(module: nn.Module, name: str) -> Iterator[None]:
 def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], step: str | None) -> bool:
     """Compile the method ``step``, or warn about what ran in ``name``. Return whether to watch the next call.
 
-    The step is compiled from the next call of ``name`` on, not already from the next step. The present call has a cache
-    that uncompiled steps made, and compiled steps expect it in another form.
+    The step is compiled from the next call of ``name`` on, not already from the next step. Uncompiled steps made the
+    cache of the present call, and compiled steps expect a cache of another form.
     """
     forward: Any = vars(module)["forward"]
     can = step is not None and isinstance(vars(module).get(step), (OwnMethod, NoneType))
@@ -165,7 +165,7 @@ _IN_PIECES = "_mla_in_pieces"
 
 
 def unwatch(module: nn.Module) -> None:
-    """Undo :func:`watch_methods`, and remove the methods that were compiled after it."""
+    """Undo :func:`watch_methods`, and remove the methods that were compiled since then."""
     for name, value in list(vars(module).items()):
         later = is_a(value, MethodType) and hasattr(value.__func__, _IN_PIECES)
         if name != "forward" and (later or is_a(value, (OwnMethod, OwnForward))):
@@ -192,8 +192,8 @@ class _Watch(TorchFunctionMode):
     Attributes:
         wanted: whether the module's forward calls the method.
         compiled: whether the method called anything compiled.
-        ran: the modules, outer ones first, in whose forwards the first attention ran. The list is empty if it ran in no
-            forward. None before the first attention.
+        ran: the modules whose forwards ran the first attention, outer modules first. Empty if no forward ran it, and
+            None before the first attention.
         step: the method of ``module`` to compile if the attention ran in no forward; None if there is no such method.
     """
 
@@ -216,7 +216,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _is_attention(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Whether a function is an attention, or a product of a tensor that has the shape of an earlier softmax."""
+        """Whether a function is an attention, or a product with a tensor of the shape of an earlier softmax."""
         name = str(getattr(func, "__name__", "")).lower()
         if "softmax" in name and isinstance(result, Tensor) and result.dim() > 2:
             self._weights.add(result.shape)
@@ -252,5 +252,5 @@ def _holds_a_module(value: object) -> bool:
 
 
 def _is_near_a_module(value: object) -> bool:
-    """Like :func:`_holds_a_module`, but search only the first objects, as a logger may hold most of a program."""
+    """Like :func:`_holds_a_module`, but search only the first objects, because a logger may hold most of a program."""
     return any(is_a(one, nn.Module) for one in islice(reached([value]), _NEAR))

@@ -1,4 +1,4 @@
-"""Removes wrappers that Dynamo cannot trace from the forwards of modules, and reports wrappers that remain."""
+"""Removes from modules' forwards the wrappers that Dynamo cannot trace, and reports wrappers that remain."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
 
 
 def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized: bool) -> Report:
-    """Add the cause to each attention in the report that a graph break cut off.
+    """Add the cause to each attention that a graph break cut off.
 
-    The wrappers that remain are the cause (``left``: wrapper -> its number of modules). If there are none, the cause is
-    ``last``, Dynamo's last graph break. ``optimized``: whether the graph comes from ``optimize``.
+    ``left``: remaining wrapper -> its number of modules. If there are such wrappers, they are the cause. Otherwise, the
+    cause is ``last``, Dynamo's last graph break. ``optimized``: whether the graph comes from ``optimize``.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK

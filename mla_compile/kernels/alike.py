@@ -1,21 +1,21 @@
 """Corrects sparse attention for queries whose keys are all hidden by a large finite number.
 
-Some models hide keys with their dtype's lowest number instead of minus infinity. A query without a visible key then
-gives all T keys the same weight, because all its scores are the same number. Attention that reads only listed keys
-gives another result for such a query, and this module corrects it. With the summed rows ``v`` [B,T,Lv]:
+Some models hide keys with their dtype's lowest number instead of minus infinity. If a query has no visible key, all its
+T scores are then the same number, so all T keys have the same weight. Attention that reads only the listed keys gives
+another result. This module writes the right result, with the values ``v`` [B,T,Lv]:
 
-    out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, a bound below any score of a visible key
+    out[b,s,h,:] = 1/T sum_t v[b,t,:]     if lse[b,s,h] <= lowest, a bound below any score of a visible key
 
-The caller may also have a ``mask`` [B,H,S,T] of arbitrary values. Only the keys with the greatest value have weight:
+If the caller also has a ``mask`` [B,H,S,T] of arbitrary values, only the keys with the greatest mask value have weight:
 
-    n[b,h,s,t] = mask[b,h,s,t] where indices[b,s] name t, else fill;     m[b,h,s] = max_t n[b,h,s,t]
+    n[b,h,s,t] = mask[b,h,s,t] if indices[b,s] name t, else fill;     m[b,h,s] = max_t n[b,h,s,t]
     out[b,s,h,:] = the mean of v[b,t,:] over t with n[b,h,s,t] = m[b,h,s]
 
 The other keys have weight 0, because two different numbers of that magnitude are very far apart.
 
-Queries without a visible key are usually padding. Most calls have none, so ``v`` is read only if a call has one. On a
-CPU, a check comes first. On a GPU, the kernel itself checks, so that the host does not wait for the device. (For now, a
-GPU always reads ``v`` with a mask, in float64, or without Triton.)
+Queries without a visible key are usually padding. Most calls have no such query, and then ``v`` is not read. On a CPU,
+this module checks for such queries. On a GPU, the kernel checks, so that the host does not wait. (For now, a GPU always
+reads ``v`` if there is a mask, in float64, or without Triton.)
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def weigh_alike(
     indices: Tensor | None = None,
     fill: float = 0.0,
 ) -> Tensor:
-    """Copy ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] wherever ``lse`` [B,S,H] is at most ``lowest``.
+    """Copy ``out`` [B,S,H,Lv], but replace rows with ``lse`` [B,S,H] <= ``lowest`` by a mean of ``values`` [B,T,Lv].
 
     ``out`` and ``values`` may have different floating dtypes; the mean is computed in float32 (float64 for float64).
     ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], where -1 names no key. Keys that
-    are not listed then have the mask value ``fill``.
+    are not listed have the mask value ``fill``.
 
     Raises :class:`InputError` if shapes do not fit together.
     """
@@ -105,7 +105,7 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:
-    """Return :func:`mean_of` for the ``wanted`` batch entries, and 0 for the others, whose rows are not read."""
+    """Return :func:`mean_of` for the ``wanted`` batch entries. The others are 0, and their rows are not read."""
     from mla_compile.kernels.triton.mean_triton import BLOCK_T, BLOCK_V, means
 
     B, T, width = values.shape

@@ -16,7 +16,7 @@ INDEX = "mla_compile::index_scores"
 
 
 class CallLetters(NamedTuple):
-    """The sizes of a call, by letter. ``V`` is the width of the summed rows; ``page`` is 0 for a contiguous cache."""
+    """The sizes of a call, by letter. ``V`` is the width of the values; ``page`` is 0 for a contiguous cache."""
 
     B: int
     S: int
@@ -34,25 +34,25 @@ class DecodeCall(NamedTuple):
     =============  ==================================================================================================
     query          [B,S,H,L+R] absorbed queries. Columns 0..L are multiplied by the latent, columns L..L+R by the
                    rotary key. The dtype is the cache's (half precision for an fp8 cache). Float32 is also allowed if
-                   the cache is half precision or fp8, because an absorbed query can exceed float16
+                   the cache is half precision or fp8, because an absorbed query can overflow float16
     latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
     rope           [B,T,R], or None if R = 0. The dtype is latent's. If latent is fp8, half precision is also allowed
-                   (on a CPU float32, too)
+                   (and on a CPU float32)
     values         [B,T,Lv], or None if the latent rows are the values
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
     seq_lens       int32 [B]: keys from this position on are hidden. A length above T is treated as T. None: T
-    sinks          float [H]: one more score per head, which has no value and enters only the softmax's denominator
-    kv_scale       float32 [], [B,T] or [B,T,G], any strides: the factor of fp8 rows (of rope only if it is fp8, too).
+    sinks          float [H]: an additional score per head. It enters only the softmax's denominator
+    kv_scale       float32 [], [B,T] or [B,T,G], any strides: the factor of fp8 rows (of rope only if rope is fp8).
                    With G, each group of L/G latent columns has its own scale. L/G is then a power of two, and rope
                    is not fp8
     indices        int32 [B,S,k]: query s sees only the keys that its k entries name (sparse attention). An entry that
-                   is negative, or not below the length, names no key. A query's other entries are distinct. None:
-                   all keys
-    schedule       int64 [n]: what the operator decode_schedule returned for a call with the same mask, lengths,
-                   sizes, dtypes and numbers. None: the call prepares its own data. Only a GPU reads it. Its contents
-                   are not checked: a schedule for another mask or other lengths makes the result wrong
+                   is negative, or not below the length, names no key. The other entries of a query must be distinct.
+                   None: all keys
+    schedule       int64 [n]: the result of the operator decode_schedule for a call with equal mask, lengths, sizes,
+                   dtypes and numbers. None: the call prepares its own data. Only a GPU reads the schedule. Its
+                   contents are not checked: a schedule for another mask or other lengths makes the result wrong
     scale          the factor of the scores: 1/sqrt(N+R) as in the model before absorption, not 1/sqrt(L+R)
-    causal         True: query s sees only keys t <= len - S + s, where len is seq_lens[b] or T. The mask also applies
+    causal         True: query s sees only keys t <= len - S + s, where len is seq_lens[b] or T. A mask also applies
     softcap        > 0: score = softcap * tanh(score / softcap), before the mask
     window         > 0: query s sees only keys t > len - S + s - window
     num_splits     number of parts into which each request's keys are divided; 0: the plan chooses
@@ -73,11 +73,10 @@ class DecodeCall(NamedTuple):
 
     The result is ``(out, lse)``. ``out`` [B,S,H,Lv] (Lv = L without ``values``) is contiguous, in query's dtype.
     ``lse`` [B,S,H] is the natural logarithm of the sum of the exponentials of the scores, without the sinks, in float32
-    (float64 for a float64 cache). A query that sees no key gets 0 and minus infinity.
+    (float64 for a float64 cache). A query that sees no key gets ``out`` 0 and ``lse`` minus infinity.
 
     The fields are in the order of the dense operator's arguments, so ``DecodeCall(*args, **kwargs)`` describes a call
-    of that operator. A record is made for every call. It is a named tuple, because a frozen dataclass with so many
-    fields takes 1.2 us longer.
+    of that operator. The record is a named tuple, because a frozen dataclass adds 1.2 us to every call.
     """
 
     query: Tensor
@@ -91,7 +90,7 @@ class DecodeCall(NamedTuple):
     indices: Tensor | None = None
     schedule: Tensor | None = None
     block_table: Tensor | None = None
-    scale: float = math.nan  # every function and operator requires it; NaN reveals where it was forgotten
+    scale: float = math.nan  # required by every function and operator; NaN shows that it was forgotten
     causal: bool = False
     softcap: float = 0.0
     window: int = 0
@@ -112,7 +111,7 @@ class DecodeCall(NamedTuple):
         schedule: Tensor | None = None,
         **numbers: Any,
     ) -> DecodeCall:
-        """Return a call over a paged cache, from the paged operator's arguments in their order."""
+        """Make a call over a paged cache. The arguments are in the order of the paged operator."""
         return cls(
             query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table,
             **numbers,
@@ -125,12 +124,12 @@ class DecodeCall(NamedTuple):
 
     @property
     def summed(self) -> Tensor:
-        """The rows whose weighted sum is the result: ``values``, or ``latent`` without ``values``."""
+        """The rows whose weighted sum is the result: ``values``, or ``latent`` if ``values`` is None."""
         return self.latent if self.values is None else self.values
 
     @property
     def groups(self) -> int:
-        """The number of groups of latent columns with their own scales; 0 without per-group scales."""
+        """The number of groups of latent columns that have separate scales; 0 if there are no per-group scales."""
         return self.kv_scale.shape[2] if self.kv_scale is not None and self.kv_scale.dim() == 3 else 0
 
     @property
@@ -146,16 +145,16 @@ class DecodeCall(NamedTuple):
 
 
 class IndexCall(NamedTuple):
-    """The scores that the indexer of a sparse attention gives to keys: weighted sums over J small heads.
+    """The scores with which the indexer of sparse attention ranks keys: weighted sums over J small heads.
 
         score[b,s,t] = sum_j weights[b,s,j] max(0, scale * sum_d query[b,s,j,d] keys[b,t,d])
 
     =============  ==================================================================================================
     query          [B,S,J,D], any strides: float16, bfloat16, float32 or float64
-    keys           [B,T,D], any strides (never copied if rows are dense): query's dtype, or half precision with a
-                   float32 query
-    weights        [B,S,J]: float16, bfloat16 or float32, or float64 with float64 keys; of either sign
-    scale          a factor of either sign
+    keys           [B,T,D], any strides (never copied if rows are dense): query's dtype, or half precision if query
+                   is float32
+    weights        [B,S,J]: float16, bfloat16 or float32 (float64 if the keys are float64); may be negative
+    scale          a factor; may be negative
     =============  ==================================================================================================
 
     The result is [B,S,T], contiguous, float32 (float64 for float64 keys). NaN stays NaN. Masks are added by the caller.
@@ -177,7 +176,7 @@ TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that
 
 
 def rows_at(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return ``rows[first, second]``. On every device, float8 rows are gathered as bytes."""
+    """Return ``rows[first, second]``. Float8 rows are gathered as bytes."""
     if rows.dtype.itemsize == 1:
         return rows.view(torch.uint8)[first, second].view(rows.dtype)
     return rows[first, second]

@@ -25,8 +25,8 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def check(call: DecodeCall) -> None:
     """Raise :class:`InputError` if the arguments do not fit together.
 
-    This runs on every CPU call, so messages are built only if a comparison is not plainly True. The values of lengths
-    and page numbers are not checked here, but in :func:`check_values`.
+    This runs on every CPU call, so messages are built only if a comparison may fail. :func:`check_values` checks the
+    values of lengths and page numbers.
     """
     if call.query.dim() != 4:
         raise _refusal(call, f"query is {_shape(call.query)}, expected [B,S,H,L+R]; add or merge axes")
@@ -143,7 +143,7 @@ def _check_widths_and_dtypes(call: DecodeCall) -> None:
     for name, rows in (("latent", latent), ("rope", rope), ("values", call.values)):
         if rows is None:
             continue
-        # Float32 rope beside fp8 is only for CPUs, where float32 models run.
+        # Float32 rope with an fp8 latent is only for CPUs, where float32 models run.
         beside = (*HALF, torch.float32) if rows.is_cpu else HALF
         if rows.dtype != dtype and not (fp8 and name == "rope" and rows.dtype in beside):
             expected = f"{dtype} as latent" + (" (or half precision)" if fp8 and name == "rope" else "")
@@ -289,7 +289,7 @@ def values_on_cpu(call: DecodeCall) -> bool:
 def check_values(call: DecodeCall) -> None:
     """Check the lengths against the block table, and the table's page numbers against the cache.
 
-    This waits for the GPU if the values are on one.
+    If the values are on a GPU, this waits for the GPU.
     """
     assert call.seq_lens is not None
     assert call.block_table is not None

@@ -1,7 +1,7 @@
-"""Attention for kernels that cannot read the rows that ``indices`` name in place. The rows are gathered first.
+"""Sparse attention for kernels that cannot read the selected rows in place: these rows are copied first.
 
-Each query becomes a separate request with one query and k rows. The request's mask combines length, causality, the
-window, and the call's mask at the named keys. Only the k named rows are copied for each query.
+Each query becomes a separate request over the k rows that its ``indices`` name. The request's mask combines the call's
+length, causality, window and mask at these rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decode_attention(call: DecodeCall, run: Callable[[DecodeCall], tuple[Tensor,
 
 
 def gathered(call: DecodeCall) -> DecodeCall:
-    """Return the same call over gathered rows, as B*S requests with one query and k keys each."""
+    """Copy the selected rows. Return a call of B*S requests, each with one query and k keys."""
     assert call.indices is not None
     (B, S, H, K), T = call.query.shape, call.sizes.T
     k = call.indices.shape[2]
@@ -49,7 +49,7 @@ def gathered(call: DecodeCall) -> DecodeCall:
 
 
 def _within(call: DecodeCall, at: Tensor) -> Tensor:
-    """Return which entries name a key that the query may see by length, causality and window, [B,S,k] bool."""
+    """Return bool [B,S,k]: whether length, causality and window let the query see an entry's key."""
     (B, S, _, _), T = call.query.shape, call.sizes.T
     length = torch.full((B,), T, device=at.device) if call.seq_lens is None else call.seq_lens.long().clamp(0, T)
     length = length[:, None, None]
@@ -63,7 +63,7 @@ def _within(call: DecodeCall, at: Tensor) -> Tensor:
 
 
 def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of tokens ``at`` [B,S,k] on the first two axes of the cache, as two tensors [B*S,k]."""
+    """Return the indices of tokens ``at`` [B,S,k] into the cache's first two axes, as two tensors [B*S,k]."""
     B, S, k = at.shape
     batch = torch.arange(B, device=at.device)[:, None, None].expand(B, S, k)
     if call.block_table is None:

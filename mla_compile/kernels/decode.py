@@ -1,17 +1,17 @@
 """Absorbed decode attention for custom servers: plain functions over tensors.
 
 :func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` a paged cache. On a GPU
-from sm_80 on, both run the Triton kernels (or, where it fits, the Gluon kernel for Hopper). On other devices, both run
-a CPU kernel or the reference. Both return ``(out, lse)``, where ``lse`` is the natural logarithm of the sum of the
-exponentials of the scores. With ``lse``, :func:`merge` can merge results over disjoint keys.
+from sm_80 on, both run the Triton kernels, or the Gluon kernel for Hopper if it supports the call. On other devices,
+both run a CPU kernel or the reference. Both return ``(out, lse)``, where ``lse`` is the natural logarithm of the sum of
+the exponentials of the scores. With ``lse``, :func:`merge` can merge results over disjoint keys.
 
-On a GPU, both functions never wait for the device, derive allocations from shapes only, and launch on the current
-stream. After one call with the same shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments
-raise :class:`InputError` before any launch. Inside ``torch.compile``, the functions become the operators
+On a GPU, both functions launch on the current stream and do not wait for the device (except with ``check``). To capture
+a call in a CUDA graph, run a call with the same shapes outside the capture first. Wrong arguments raise
+:class:`InputError` before any launch. Inside ``torch.compile``, the functions become the operators
 ``mla_compile::decode_attention`` and ``mla_compile::paged_decode_attention``.
 
-The fields of :class:`mla_compile.kernels.call.DecodeCall` describe the arguments, with shapes and dtypes. The equations
-of :mod:`mla_compile.kernels.reference` define the effect of each argument on a score.
+:class:`mla_compile.kernels.call.DecodeCall` describes the arguments, with shapes and dtypes. The equations of
+:mod:`mla_compile.kernels.reference` define the effect of each argument on a score.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def decode_attention(
     """Compute attention of H query heads over a cache of one row per token, shared by all heads.
 
     :class:`mla_compile.kernels.call.DecodeCall` describes the arguments. In addition, ``latent``, ``rope`` and
-    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only; not together
-    with a ``schedule``, which is made for the planner's plan). ``topk_length``, int32 [B] or [B,S], is the number of
-    leading entries of ``indices`` that are used (none if it is below 1, all if it is above k).
+    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only). Do
+    not pass ``schedule`` with it, because schedules are made for the planner's plan. ``topk_length``, int32 [B] or
+    [B,S], is the number of leading entries of ``indices`` that are used (0 to k; other numbers are clamped).
 
     Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``), contiguous, in query's dtype, and ``lse`` [B,S,H], float32
-    (float64 for a float64 cache). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees
-    does not reach the result.
+    (float64 for a float64 cache). A query that sees no key gets 0 and minus infinity. Rows that no query sees may hold
+    NaN.
 
     Raises :class:`InputError` if shapes, dtypes or devices do not fit, if an input requires a gradient, or if the plan
     does not fit the device.
@@ -106,17 +106,20 @@ def paged_decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over a paged cache: token t of request b is row ``t % page`` of ``block_table[b, t // page]``.
 
-    ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as in FlashMLA and vLLM), or a tuple
-    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively, rows are bytes (uint8 or float8_e4m3fn)
-    in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``. Such a row holds L
-    values in e4m3, then G float32 scales, one for every L/G values, then R values in bfloat16. G follows from the width
-    of a row, which is L + 4 G + 2 R bytes (656 bytes for L = 512, G = 4, R = 64).
+    ``kv_pages`` has one of three forms:
+
+    * [P,page,L+R] or [P,page,1,L+R], with ``latent_width`` = L (as in FlashMLA and vLLM).
+    * A tuple ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``.
+    * Bytes (uint8 or float8_e4m3fn) in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and no
+      ``kv_scale``. A row holds L values in e4m3, then G float32 scales, one for every L/G values, then R values in
+      bfloat16. G follows from the width of a row: L + 4 G + 2 R bytes (656 bytes for L = 512, G = 4, R = 64).
+
     :class:`mla_compile.kernels.call.DecodeCall` describes the other arguments. Results and errors are those of
     :func:`decode_attention`.
 
-    ``check`` also compares the *values* of seq_lens and block_table with the sizes, which waits for the device. Without
-    ``check``, only values on the CPU are compared. On a GPU, a length beyond the table is then treated as the table's
-    end, and a page number outside the cache reads foreign memory.
+    ``check`` compares the *values* of seq_lens and block_table with the sizes. This waits for the device. Without
+    ``check``, only values on the CPU are compared. On a GPU, a length beyond the table is then clamped, and a
+    page number outside the cache reads foreign memory.
     """
     if kv_scale is None and isinstance(kv_pages, Tensor) and kv_pages.dtype.itemsize == 1 and query.dim() == 4:
         latent_pages, rope_pages, kv_scale = _unpacked(kv_pages, latent_width, query.shape[-1])
@@ -134,7 +137,7 @@ def paged_decode_attention(
 
 
 def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = False) -> tuple[Tensor, Tensor]:
-    """Check a call and run it with the kernel of its device. Gradients are not checked, because callers refuse them."""
+    """Check a call and run it with the kernel for its device. The callers have already refused gradients."""
     launched = launch.suits(call)
     if check_values or not launched:  # the launch itself checks, once per kind of call
         checks.check(call)
@@ -153,10 +156,10 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """Return the data that a call on a GPU prepares before attention, int64 [:func:`shared.elements`].
+    """Return a call's schedule, int64 [:func:`shared.elements`]: data that is prepared before attention on a GPU.
 
-    Several calls can share the data. It is zeros if no GPU kernel takes the call. Raises :class:`InputError` as the
-    call itself would.
+    Several calls can share the schedule. If no GPU kernel takes the call, the schedule is zeros. Raises
+    :class:`InputError` as the call itself would.
     """
     if launch.suits(call):
         return launch.schedule(call)
@@ -179,7 +182,7 @@ def _in_graph(op: Callable[..., tuple[Tensor, Tensor]], call: DecodeCall, plan: 
 
 
 def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
-    """Return ``indices`` with all entries from ``topk_length`` on replaced by -1, for which no kernel reads a row."""
+    """Replace the entries of ``indices`` from ``topk_length`` on by -1, which names no key."""
     if topk_length is None:
         return indices
     if indices is None:
@@ -220,7 +223,7 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
 def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ``(latent_pages, rope_pages, kv_scale)`` as views of packed rows, for a query of K = L + R columns.
 
-    Rows of K bytes hold no scales, so kv_scale is None, and the checks report that it is missing.
+    Rows of K bytes hold no scales. kv_scale is then None, and the checks report that the scale is missing.
     """
     pages = _three(kv_pages)
     width = pages.shape[-1]

@@ -17,9 +17,9 @@ _KB = 1024
 class Pace(NamedTuple):
     """The latencies of one block, in microseconds. They do not depend on the other blocks.
 
-    latency  from the request for a tile until its last byte arrives, while the memory is busy. Latency times bandwidth
-             is the number of bytes in flight that keeps the memory busy (Little's law): 4.3 MB on an H200, 33 KB per SM
-    link     one matrix product over 16 columns, in a chain where each product adds to the previous product's sum
+    latency  from the request for a tile until its last byte arrives, if the memory is busy. To keep it busy, latency
+             times bandwidth bytes must be in flight (Little's law): 4.3 MB on an H200, 33 KB per SM
+    link     one of the chained MMA instructions, over 16 columns. Each adds to the sum of the previous instruction
     step     everything else in a tile: softmax, exchanges between warps, barriers
     """
 
@@ -32,7 +32,7 @@ class Pace(NamedTuple):
 class Device:
     """A GPU. ``smem`` is the maximum dynamic shared memory per block in bytes, ``bandwidth`` is in bytes/s.
 
-    If ``bandwidth`` or ``pace`` is unknown (None), the plan uses the preset's.
+    If ``bandwidth`` or ``pace`` is unknown (None), the plan uses the value of the preset.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """Return the description of a CUDA device, read once; for other devices (Triton's interpreter), an A100's."""
+        """Return the description of a CUDA device. For other devices (Triton's interpreter), return an A100's."""
         if device.type != "cuda":
             return PRESETS["sm_80"]
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
@@ -52,9 +52,9 @@ class Device:
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
 # vendors' datasheets, except for the H200's bandwidth, which we measured with a copy. The paces are estimates, to be
-# fitted by benchmarks/gpu/tune.py. They assume that a tile arrives after one microsecond. At the card's boost clock,
-# they assume 33 cycles for each mma.sync m16n8k16 of a chain, and 940 cycles for the rest of a tile (counted from the
-# instructions). mla_compile/onnx/csrc/plan.c has a copy of the bandwidths and paces.
+# fitted by benchmarks/gpu/tune.py. The latency is taken as one microsecond. At the card's boost clock, a link takes 33
+# cycles (a chained mma.sync m16n8k16), and a step 940 cycles (counted from the instructions).
+# mla_compile/onnx/csrc/plan.c has a copy of the bandwidths and paces.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),
     "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12, Pace(1.0, 0.0195, 0.55)),

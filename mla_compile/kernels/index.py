@@ -1,8 +1,8 @@
-"""Computes the scores of the indexer of a sparse attention, with the kernel of the device.
+"""Computes the scores of sparse attention's indexer, with the kernel for the device.
 
 :class:`mla_compile.kernels.call.IndexCall` has the equation and the arguments. A GPU from sm_80 on uses a Triton
-kernel, a CPU uses a CPU kernel, and other devices use the reference. On a GPU, the host reads no value, does not wait,
-and launches on the current stream. After one call of the same kind, a call can be captured in a CUDA graph.
+kernel, a CPU uses a CPU kernel, and other devices use the reference. On a GPU, the host launches on the current
+stream and does not wait. After one call of the same kind, a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(call: IndexCall) -> Tensor:
 
 
 def suits(call: IndexCall) -> bool:
-    """Whether the Triton kernel takes this call: on a GPU from sm_80 on, with Triton, not float64, and not empty."""
+    """Whether the Triton kernel takes this call: not empty, not float64, on a GPU from sm_80 on, with Triton."""
     query, keys, *_ = call
     some = query.numel() > 0 and keys.numel() > 0
     if not (query.is_cuda and keys.dtype != torch.float64 and some and launch.available()):
@@ -72,7 +72,7 @@ def _form(x: Tensor) -> tuple[object, ...]:
 
 
 def _grown(keys: Tensor) -> tuple[object, ...]:
-    """Return the properties of the keys on which a launch depends; their number may grow (kernels/kinds.py)."""
+    """Return the properties of ``keys`` on which a launch depends. The number of keys may grow (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
     # Strides of 0 and 1 are constants to the compiler. For other strides, the compiler only knows whether 16 divides
     # them and whether they need 64 bits.

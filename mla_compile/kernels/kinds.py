@@ -1,15 +1,15 @@
-"""Decides which calls with different numbers of tokens share a launch, so that a growing cache is one kind of call.
+"""Decides which calls can use the same compiled launch although a growing cache changes their number of tokens.
 
-The attention kernels take the number of tokens T as a scalar argument. They also take the stride between two requests,
-which grows with T if requests are stored one after the other. The plan decides everything else that depends on T, and a
-plan for more tokens also serves fewer tokens: the splits past the last tile are empty, as for a request that is shorter
-than the cache. Calls are therefore planned, compiled and bound for T rounded up, and each launch gets the actual T.
+The number of tokens T is a scalar argument of the attention kernels. In a dense cache, the strides between requests
+also depend on T. Everything else that depends on T is decided by the plan. A plan for more tokens also works for fewer
+tokens, because the splits past the last tile are then empty. Calls are therefore planned, compiled and bound for
+T rounded up, and each launch gets the actual T.
 
-While a cache holds fewer tokens than a query may select, the index lists grow with the cache. Each launch then also
-gets the length of the lists, and the plan is for longer lists.
+The index lists of a short cache may grow with the cache. Each launch then also gets the length of the lists, and the
+plan is for longer lists.
 
-Per-token scales are handled like rows. Masks are not: with a mask, every T is a separate kind of call, because the
-mask's strides depend on T, and its offsets could need 64 bits.
+Per-token scales are handled like rows. Masks are different: with a mask, every T is a separate kind of call, because
+the mask's strides depend on T, and offsets into the mask could need 64 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _I32 = 1 << 31
 
 
 class Grown(NamedTuple):
-    """The properties of a call's rows that fix a launch, and the numbers that are set at each launch.
+    """The properties of a call's rows that determine a launch, and the numbers that are set at each launch.
 
-    ``most`` is the number of keys that a query may see, rounded up: T, or the length of its index list. ``forms`` holds
-    shapes and strides, without what depends on T. ``scalars`` holds the values of :data:`SIZED`.
+    ``most`` is the number of keys per query, rounded up: T, or the length of an index list. ``forms`` holds the shapes
+    and strides that do not depend on T. ``scalars`` holds the values of :data:`SIZED`.
     """
 
     most: int
@@ -38,16 +38,16 @@ class Grown(NamedTuple):
 
 
 def rounded(T: int) -> int:
-    """Return the number of tokens for which a call of T tokens is planned.
+    """Round T up to the number of tokens for which a call is planned.
 
-    Above 1024 tokens, T is rounded up in steps of an eighth of the power of two below T.
+    Above 1024 tokens, the step is an eighth of the largest power of two below T.
     """
     step = max(STEP, 1 << max(0, (T - 1).bit_length() - 4))
     return -(-T // step) * step
 
 
 def grown(call: DecodeCall) -> Grown | None:
-    """Return how a call's rows may grow; None if every T is a separate kind of call, or rows have a wrong shape."""
+    """Describe rows that may grow. Return None if every T is a separate kind of call, or a shape is wrong."""
     if call.mask is not None or call.block_table is not None:
         return None
     latent = call.latent
@@ -70,8 +70,8 @@ def grown(call: DecodeCall) -> Grown | None:
         outer, row, column = rows.stride()
         if most * row + width * column >= _I32:
             return None
-        # The compiled code depends on which strides are multiples of 16, except for the strides of scales. Rows whose
-        # number of tokens differs from the latent's form a separate kind, which the checks refuse.
+        # The compiled code depends on which strides are multiples of 16, except for the strides of scales. If tensors
+        # differ in their number of tokens, the call is a separate kind, which the checks refuse.
         distance = -1 if outer == T * row else outer
         forms.append((B, tokens == T, width, distance, scales or outer % 16 == 0, row, column))
         scalars.append(outer)

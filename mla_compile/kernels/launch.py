@@ -1,12 +1,12 @@
 """Launches calls on a GPU. Each kind of call is checked, planned, compiled and bound once, then looked up.
 
 The kind of a call is everything on which its launch depends: dtypes, shapes, strides and alignment of its tensors, and
-its numbers. Preparations that several calls share (:func:`schedule`) are also bound once per kind. The number of tokens
-of a contiguous cache is set at each launch (kernels/kinds.py), so a growing cache does not make a new kind per step.
+its scalars. The number of tokens of a contiguous cache is set at each launch (kernels/kinds.py), so a growing cache
+does not make a new kind at every step.
 
-Later calls of a kind only allocate results and scratch memory, and launch. No code in this module reads a tensor or
-waits for the device, sizes come from shapes, and launches go to the current stream. After one warm-up call of the same
-kind, a call can be captured in a CUDA graph.
+Later calls of a kind only allocate results and scratch memory, and launch. This module never reads the contents of a
+tensor and never waits for the device. Launches go to the current stream. After one warm-up call of the same kind, a
+call can be captured in a CUDA graph.
 
 The plan chooses between the portable kernel (kernels/triton) and the Hopper kernel (kernels/hopper). The portable
 kernel is the fallback if the Hopper kernel lacks a feature that the call uses, or does not compile with the installed
@@ -49,11 +49,14 @@ _ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", 
 
 
 class _Bound(NamedTuple):
-    """Everything that a kind of call needs: buffers to allocate, and launches over addresses of tensors and buffers.
+    """The launches of a kind of call, and the buffers to allocate for them.
 
-    A launch receives one list: the addresses of the call's tensors, then ``scalars``, which kernels/kinds.py sets at
-    each launch, then the addresses of ``buffers``. The last entries are the addresses of the buffers inside the call's
-    schedule, which start at the byte offsets ``inside``.
+    A launch receives one list of numbers, in this order:
+
+    * the addresses of the call's tensors
+    * ``scalars``, which change between launches (kernels/kinds.py)
+    * the addresses of the allocated ``buffers``
+    * the addresses of the buffers in the call's schedule, at the byte offsets ``inside``
     """
 
     scalars: tuple[int, ...]
@@ -90,7 +93,7 @@ def clear() -> None:
 
 
 def reads(rows: Tensor) -> bool:
-    """Whether a kernel can read these rows: not float64, on a GPU from sm_80 on, and with Triton installed."""
+    """Whether a kernel can read these rows: not float64, on a GPU from sm_80 on, with Triton installed."""
     return (
         rows.is_cuda
         and rows.dtype != torch.float64
@@ -103,7 +106,7 @@ def suits(call: DecodeCall) -> bool:
     """Whether a kernel takes this call: its rows pass :func:`reads`, and there is something to compute.
 
     Calls with index lists and a mask that differs between heads are left to :mod:`mla_compile.kernels.chosen`, which
-    gathers rows.
+    copies the listed rows.
     """
     return (
         call.query.is_cuda
@@ -116,19 +119,19 @@ def suits(call: DecodeCall) -> bool:
 
 
 def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] | None:
-    """Run a call on CUDA, with the caller's own plan if there is one, and return ``(out, lse)``.
+    """Run a call on CUDA and return ``(out, lse)``. ``own`` is the caller's own plan, if there is one.
 
     Returns None (logged once) if rows are too wide for the device's shared memory. Raises :class:`InputError` before
-    any launch if the arguments do not fit together, or the caller's plan does not fit the device.
+    any launch if the arguments do not fit together, or ``own`` does not fit the device.
     """
     made = _launch(call, own, _attention)
     return None if made is None else (made[0], made[1])
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """Return the data that a call prepares before attention, int64 [:func:`shared.elements`].
+    """Return the schedule of a call, int64 [:func:`shared.elements`]: data that is prepared before attention.
 
-    The tensor is not written if the call prepares nothing. Raises :class:`InputError` as :func:`launch` does.
+    If the call prepares nothing, the result is uninitialized. Raises :class:`InputError` as :func:`launch` does.
     """
     made = call.query.new_empty(elements(call), dtype=torch.int64)
     _launch(call._replace(schedule=made), None, _preparation)
@@ -136,7 +139,7 @@ def schedule(call: DecodeCall) -> Tensor:
 
 
 def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] | None:
-    """Run the launches that ``bind`` makes; return the buffers allocated for them, or None if there is no plan."""
+    """Run the launches made by ``bind``. Return the buffers that were allocated, or None if there is no plan."""
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
@@ -185,7 +188,7 @@ def _run(key: tuple[object, ...], call: DecodeCall, addresses: list[int], index:
 
 
 def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
-    """Return the binding for a call of these sizes: an earlier call's with a similar number of tokens, or a new one."""
+    """Return the bound launches for ``call``. Calls of one kind may have different numbers of tokens."""
     _, own, bind = key[:3]
     rows = grown(call)
     if rows is None:
@@ -226,10 +229,10 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
 
 
 def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """Bind the launches that write a schedule. They depend on what layers share, not on the layout of a layer's rows.
+    """Bind the launches that write a schedule. All layers share it, so one layer's layout of rows does not matter.
 
-    If the Hopper kernel suits a call, but cannot address the rows of one layer, that layer runs the portable kernel and
-    prepares its own data.
+    If the Hopper kernel cannot address the rows of one layer, that layer runs the portable kernel and prepares its own
+    data.
     """
     _check(call)
     device = Device.of(call.query.device)
@@ -238,7 +241,7 @@ def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _
         chosen = chosen_plan(call, device, own, most=most, gluon=False)
     kernel = _KERNELS[chosen.kernel]
     bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index, most)
-    assert bound is not None  # the preparing steps are plain Triton kernels
+    assert bound is not None  # only Gluon kernels may fail to compile
     return bound
 
 
@@ -251,10 +254,10 @@ def _check(call: DecodeCall) -> None:
 def chosen_plan(
     call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
 ) -> Plan:
-    """Return the plan of a call: the caller's own after a check, or the planner's.
+    """Return the plan of a call: the caller's own plan after a check, or the planner's.
 
-    If ``most`` is not 0, the planner plans for ``most`` tokens. With index lists, every query token is a request over
-    the keys of its list.
+    If ``most`` is not 0, the planner plans for ``most`` tokens. With index lists, each query token is planned as a
+    request over the keys of its list.
     """
     z = call.sizes
     width = None if call.values is None else z.V
@@ -302,7 +305,7 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int,
     """Bind a call to a plan. Return None if the kernel does not compile, which happens only with the Hopper kernel."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
-    # If the caller chose the number of splits, a split may have any number of tokens. None is the default minimum.
+    # A split has a minimum number of tokens (None: the default), unless the caller chose the number of splits.
     least = 0 if asked and chosen.chunk is None else None
     described = kernel.steps(call, chosen, device, least=least)
     return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)

@@ -1,9 +1,9 @@
-"""Merges attention over disjoint keys: of several caches, of a shared prefix, or of ranks that each hold some rows.
+"""Merges attention results over disjoint keys, for example of several caches, a shared prefix, or several ranks.
 
 Part p is the result over some of the keys: ``out_p`` (the softmax average over these keys) and ``lse_p`` (the natural
 logarithm of the sum of the exponentials of their scores, or minus infinity if the part saw no key). The merge computes
 
-    w_p = exp(lse_p) / sum_q exp(lse_q)        0 where lse_p is minus infinity
+    w_p = exp(lse_p) / sum_q exp(lse_q)        0 if lse_p is minus infinity
 
     out = sum_p w_p out_p        lse = log sum_p exp(lse_p)
 
@@ -12,9 +12,8 @@ is ignored and may be anything, NaN included. If no part saw a key, the merged `
 A sink multiplies the merged ``out`` by :func:`mla_compile.kernels.reference.sink_share`, so the parts are computed
 without the sink.
 
-The merge uses plain torch operators. They run on every device, and ``torch.compile`` can fuse them with their
-neighbours in a graph, which saves a launch. For the splits of one launch, kernels/triton/combine_triton.py computes the
-merge.
+The merge uses plain torch operators. They run on every device, and ``torch.compile`` can fuse them with neighbouring
+operators, which saves a launch. The splits of one launch are merged in kernels/triton/combine_triton.py instead.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from mla_compile.kernels.reference import sink_share
 def merge(
     out: Tensor | Sequence[Tensor], lse: Tensor | Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the result over all keys, given the results over disjoint sets of keys (see the module's equations).
+    """Merge results over disjoint sets of keys into the result over all keys (see the module's equations).
 
     ``out`` is [P,B,S,H,V] or P tensors [B,S,H,V], ``lse`` [P,B,S,H] or P tensors [B,S,H], both as
     :func:`mla_compile.kernels.decode.decode_attention` returns them, in any order. ``lse`` is a natural logarithm
@@ -40,7 +39,7 @@ def merge(
     parts, because a sink must be applied only once.
 
     Returns ``out`` [B,S,H,V] in the dtype of the parts, summed in float32 (in float64 if a part or ``lse`` is float64),
-    and ``lse`` [B,S,H] without the sinks. Merged results can be merged again. No gradient.
+    and ``lse`` [B,S,H] without the sinks. Merged results can be merged again. There is no gradient.
 
     Raises :class:`InputError` if there is no part, if shapes, dtypes or devices do not fit, or if an input requires a
     gradient.

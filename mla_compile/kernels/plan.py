@@ -5,8 +5,8 @@ the device and may run while a CUDA graph is captured. Results are cached.
 
 The tile is chosen by kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. A
 launch has ``C = B * row_blocks * splits`` blocks. Each block walks ``tiles = ceil(ceil(T / block_n) / splits)`` tiles.
-The device has ``slots = SMs * blocks per SM``. So ``active = min(C, slots)`` blocks run at the same time, of which
-``beside = ceil(active / SMs)`` share an SM. The plan takes the number of splits with the lowest time:
+The device has ``slots = SMs * blocks per SM``. So ``active = min(C, slots)`` blocks run at the same time, and
+``beside = ceil(active / SMs)`` blocks share an SM. The plan takes the number of splits with the lowest time:
 
     microseconds = ceil(C / slots) * (t0 + tiles * tile) + combine
     tile         = max(memory, units, chain, latency / depth)
@@ -19,13 +19,13 @@ A split has at least 256 tokens, because writing the partial result of a shorter
 rows. ``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` are in
 kernels/devices.py.
 
-``chain`` and ``latency / depth`` do not depend on the number of blocks. One block per SM may therefore leave memory
-bandwidth idle, which more splits can use. At 576 columns and 32 tokens, the chain of a tile has 36 products for the
-scores and 2 for the weighted sum. ``depth`` tiles are in flight at a time, and none of them arrives sooner than
-``latency`` after its request.
+``chain`` and ``latency / depth`` do not depend on the number of blocks. If an SM runs only one block, the memory may
+therefore be idle at times, and more splits make the launch faster. At 576 columns and 32 tokens, the chain of a tile
+has 36 products for the scores and 2 for the weighted sum. ``depth`` tiles are in flight at a time, and each arrives
+``latency`` after its request or later.
 
-With ``deterministic``, each request is cut every ``CHUNK`` tokens, whatever the batch and the device. Its result then
-does not depend on the rest of the batch.
+With ``deterministic``, each request is cut every ``CHUNK`` tokens on every device. The result of a request then does
+not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from mla_compile.kernels.tiles import (
 )
 from mla_compile.kernels.tuned import WIDTH, Kernel, TunedTile, table
 
-# The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has a copy.
+# Constants and limits of the formula, not measured on a GPU yet. mla_compile/onnx/csrc/plan.c has a copy.
 CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n; 128 Ki tokens make 128 splits
-MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
+MIN_SPLIT = 256  # fewest tokens of a split, see above
 MAX_SPLITS = 128  # the planner's limit, about one per SM for a single request; a caller may ask for more
 GRID_LIMIT = 65535  # blocks along a grid's second and third axis (CUDA programming guide, compute capabilities)
 COMBINE_US = 2.0  # time of a dependent launch inside a CUDA graph
 L2_RATE = 8e12  # bytes/s at which partials are written and read again
-WORTHWHILE = 0.995  # more splits must reduce the time to below this share, because the times are only estimates
+WORTHWHILE = 0.995  # more splits are chosen only if they reduce the estimated time to less than this share
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
-# Query rows of a tile if keys are multiplied by per-group scales. With 32 rows, Triton 3.6 and 3.7 load the query
-# before the barrier that the keys wait for. This spills 400 to 520 bytes per thread (none with 3.9). From 64 rows on,
-# warpgroups read the query from shared memory, so these tiles are not affected.
+# Query rows of a tile if there are per-group scales. With 32 rows, Triton 3.6 and 3.7 load the query early, and spill
+# 400 to 520 bytes per thread (Triton 3.9: none). Tiles of 64 rows or more are not affected, because warpgroups read the
+# query from shared memory.
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
 HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may lack rope, as in DeepSeek-V4
-HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
+HOPPER_BLOCK = 64  # query rows of a tile, and also its cached tokens
 BARRIERS = (3, 9)  # per stage: one for rope, and one for each half (or each eighth) of the latent columns
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block; each CTA has its own query rows
 HOPPER_PAGE = 16  # page sizes are multiples of this: a TMA box is 16, 32 or 64 rows of one page
@@ -81,12 +81,15 @@ __all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
 class Plan:
     """The plan of a launch. ``chunk`` is the number of tokens per split if splits are cut at fixed places, else None.
 
-    ``tma``: tiles arrive by TMA. ``pdl``: the combine launch overlaps the end of the attention launch. ``scheduled``:
-    the Hopper kernel partitions its work on the device (kernels/triton/schedule.py) instead of using ``splits``.
-    ``barriers``: the number of barriers for the copies of a block. It is 3, or 9 so that scores can begin with the
-    first 64 columns. ``held``: the Hopper kernel's consumers keep the rotary columns of the query in registers.
-    ``cluster``: the number of CTAs that share a block's TMA copies, 1 or 2. A cluster of 2 requires an even number of
-    blocks of query rows, and Triton 3.9. Otherwise 1 is used.
+    * ``tma``: tiles arrive by TMA.
+    * ``pdl``: the combine launch overlaps the end of the attention launch.
+    * ``scheduled``: the Hopper kernel partitions its work on the device (kernels/triton/schedule.py) and ignores
+      ``splits``.
+    * ``barriers``: the number of barriers for the copies of a block, 3 or 9. With 9, scores can begin with the first 64
+      columns.
+    * ``held``: the Hopper kernel keeps the rotary columns of the query in registers.
+    * ``cluster``: the number of CTAs that share a block's TMA copies, 1 or 2. If the number of query row blocks is odd,
+      or Triton is older than 3.9, 1 is used.
     """
 
     kernel: Kernel
@@ -147,7 +150,7 @@ def _hopper_suits(
     """Whether the Hopper kernel suits calls of these sizes: enough query rows, supported widths, and no mask to read.
 
     The launch checks the kernel's other requirements: strides, a boolean mask with index lists, and for float8 a query
-    in the dtype of the products. If one of them is not met, the launch plans again with ``gluon=False``.
+    in the dtype of the products. If a requirement is not met, the launch plans again with ``gluon=False``.
     """
     L, R, Lv = widths
     converted = dtypes[1] == torch.float8_e4m3fn  # rows are converted one by one, so pages may have any size
@@ -167,10 +170,10 @@ def _hopper_suits(
 def _microseconds(
     row: TunedTile, smem: int, layout: RowLayout, device: Device, work: tuple[int, int, int], splits: int
 ) -> float:
-    """Return the time of a launch by the module's formula. ``work`` is (batch, query rows, tiles of a request)."""
+    """Estimate the time of a launch with the module's formula. ``work`` is (batch, query rows, tiles of a request)."""
     batch, rows, tiles = work
     row_blocks = -(-rows // row.block_m)
-    per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # each block also reserves 1 KB of the SM
+    per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # the SM reserves 1 KB for each block
     slots = device.sms * per_sm
     blocks = batch * row_blocks * splits
     active = min(blocks, slots)
@@ -193,13 +196,13 @@ def _microseconds(
 
 
 def links(layout: RowLayout, block_n: int) -> int:
-    """Return the length of a tile's chain of products: one per 16 columns of a row (scores) or 16 tokens (sum)."""
+    """Return the number of chained products of a tile: one per 16 columns (scores) and per 16 tokens (sum)."""
     return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
 def _splits(row: TunedTile, smem: int, layout: RowLayout, device: Device, batch: int, rows: int, tiles: int) -> int:
-    """Return the number of splits with the lowest time by the formula; among almost equal times, the fewest splits."""
+    """Return the number of splits with the lowest estimated time. If times are almost equal, prefer fewer splits."""
     most = max(1, min(MAX_SPLITS, tiles * row.block_n // MIN_SPLIT))
     best, least = 1, math.inf
     for splits in range(1, most + 1):
@@ -237,23 +240,23 @@ def plan(
 ) -> Plan:
     """Return the plan for B requests of S query tokens and H heads over at most T cached tokens of L+R columns.
 
-    * ``T`` is the capacity of the cache or of the block table, not a request's length, so that a CUDA graph captured
-      with the plan serves every length.
+    * ``T`` is the capacity of the cache or of the block table, not a request's length. A CUDA graph that was captured
+      with the plan thus serves every length.
     * ``Lv`` is the width of separate values, or None if the latent rows are the values.
     * ``page_size`` is None for a contiguous cache.
     * ``masked``: whether the kernel walks a mask's list of tiles. ``mask_bytes`` is the number of mask bytes that the
-      loop reads for each query row and token. None means 4 with a mask (float32) and 0 without.
+      loop reads for each query row and token. None means 4 (float32) if ``masked``, else 0.
     * ``splits``: None or 0 lets the planner choose.
     * ``gluon``: False excludes the Hopper kernel (it lacks a feature of the call, or did not compile).
-    * ``listed``: an index list names the T tokens. B is then the number of query tokens, which no grid axis limits. The
-      loop runs as over a contiguous cache without a mask, because the places of rows are looked up beforehand.
-    * ``window``: the plan includes only tiles that some query token of a request sees. With index lists, it includes
-      all tiles, because every entry is read.
+    * ``listed``: the T tokens are the entries of an index list. B is then the number of query tokens, and has no limit.
+      The places of rows are looked up before the loop, so the loop runs as over a contiguous cache without a mask.
+    * ``window``: the plan counts only tiles that some query token of a request sees. With index lists, it counts all
+      tiles, because every entry is read.
     * ``grouped``: float8 rows are multiplied by per-group scales, see GROUPED_ROWS.
 
-    Raises :class:`InputError` for sizes below 1, a dtype that no kernel takes, a GPU older than sm_80, or splits beyond
-    the grid or together with ``deterministic``. Raises its subclass :class:`NoPlanError` for rows that are too wide for
-    shared memory.
+    Raises :class:`InputError` for sizes below 1, a dtype that no kernel takes, a GPU older than sm_80, too many splits
+    for the grid, or splits together with ``deterministic``. Raises its subclass :class:`NoPlanError` if rows are too
+    wide for shared memory.
     """
     for letter, size in (("B", B), ("S", S), ("H", H), ("L", L)):
         _require(size >= 1, f"{letter} is {size}, expected at least 1")
@@ -322,7 +325,7 @@ def check(
     mask_bytes: int | None = None,
     listed: bool = False,
 ) -> Plan:
-    """Check a caller's own plan, and return it with its shared memory filled in.
+    """Check a caller's own plan, and return the plan with ``smem`` filled in.
 
     Raises :class:`InputError` if the plan cannot be launched.
     """

@@ -1,29 +1,29 @@
-"""The reference: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
+"""The reference implementation of absorbed decode attention: plain torch, in float32 or float64.
 
 Key ``t`` has a latent row ``c`` of width ``L`` and a rotary row ``r`` of width ``R``, shared by all heads. The results
 ``out`` and ``lse`` are
 
     score[b,h,s,t] = scale * ( sum_l query[b,s,h,l] c[b,t,l] + sum_r query[b,s,h,L+r] r[b,t,r] )
-    score          = softcap * tanh(score / softcap)                                        where softcap > 0
+    score          = softcap * tanh(score / softcap)                                        if softcap > 0
     score          = score + mask[b,h,s,t]
     lse[b,s,h]     = log sum_t exp score[b,h,s,t]
-    out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
-    out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    where sinks are given
+    out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c if values is None
+    out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    if sinks are given
 
-Rows that are stored in fp8 are first multiplied by ``kv_scale``. A [B,T,G] ``kv_scale`` has one scale for each group of
-columns. ``lse`` does not include the sink.
+Rows that are stored in fp8 are first multiplied by ``kv_scale``. If it is [B,T,G], each group of columns has its own
+scale. ``lse`` does not include the sink.
 
-Let ``len`` be ``seq_lens[b]``, or T without ``seq_lens``. A key is hidden from a query by each of these:
+Let ``len`` be ``seq_lens[b]``, or T if there is no ``seq_lens``. A key is hidden from a query if:
 
-* a boolean mask that is False, or an additive mask of minus infinity
+* the mask is False (if boolean) or minus infinity (if additive)
 * ``t >= len``
-* ``causal``, if ``t > len - S + s``
-* ``window > 0``, if ``t <= len - S + s - window``
-* ``indices``, if no ``indices[b,s,i]`` is ``t``
+* ``causal`` is set, and ``t > len - S + s``
+* ``window > 0``, and ``t <= len - S + s - window``
+* ``indices`` are given, and no ``indices[b,s,i]`` is ``t``
 
-A query that sees no key gets ``out = 0`` and ``lse = -inf``. A key that is hidden from every query of its batch entry
-is not read. Whatever its row holds, NaN included, does not reach the result. Such rows are, for example, the unused
-part of a cache or the tail of a page.
+A query that sees no key gets ``out = 0`` and ``lse = -inf``. If a key is hidden from all
+queries of its batch entry, the key's row does not affect the result. The row may even hold NaN, as in the unused part
+of a cache.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
         bias = additive_mask(mask, dtype)
         visible = visible & (bias != -torch.inf)
 
-    read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: whether some query of this batch entry sees the key
+    read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: whether any query of the batch entry sees the key
     factor = torch.ones((), dtype=dtype, device=device)
     if call.kv_scale is not None:
         factor = call.kv_scale.to(dtype)
@@ -97,13 +97,13 @@ def index_scores(call: IndexCall) -> Tensor:
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the factor by which a sink scales ``out``: ``exp(lse) / (exp(lse) + exp(sinks))``, [...,H].
 
-    It is 0 where no key is visible. ``lse`` is [...,H], ``sinks`` [H].
+    The factor is 0 if no key is visible. ``lse`` is [...,H], ``sinks`` [H].
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0.0)
 
 
 def _named(indices: Tensor, T: int) -> Tensor:
-    """Return which keys each query's entries of ``indices`` [B,S,k] name, [B,1,S,T] bool."""
+    """Return bool [B,1,S,T]: whether a query's entries in ``indices`` [B,S,k] name a key."""
     at = indices.long()
     # One extra column takes the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
@@ -111,7 +111,7 @@ def _named(indices: Tensor, T: int) -> Tensor:
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
-    """Return the same call over a contiguous cache [B,T,width], T = maxpages*page. Rows past a length are arbitrary."""
+    """Copy the pages to a contiguous cache [B,T,width], T = maxpages*page. Rows past a length are arbitrary."""
     assert call.seq_lens is not None
     latent, rope, kv_scale = call.latent, call.rope, call.kv_scale
     pages, page = latent.shape[:2]
@@ -134,7 +134,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
 def _visible(
     B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
-    """Return which keys each query may see by length, causality and window, [B,1,S,T] bool."""
+    """Return bool [B,1,S,T]: whether length, causality and window let a query see a key."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)
     t = torch.arange(T, device=device)
     own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # the query's own position

@@ -1,12 +1,12 @@
-"""The schedule: one tensor of data that the calls of a decode step can share, written by preparing launches.
+"""The schedule: a tensor of prepared data that the attention calls of all layers can share in a decode step.
 
-A mask's lists of tiles (kernels/triton/tiles_triton.py) and the partitioning of a ragged batch
-(kernels/triton/schedule.py) depend on the mask, lengths, sizes, dtypes and numbers, which are the same in all layers of
-a model. The operator ``mla_compile::decode_schedule`` writes these buffers once. Calls that receive its result skip the
-preparing launches.
+It holds a mask's lists of tiles (kernels/triton/tiles_triton.py) or the partitions of a ragged batch
+(kernels/triton/schedule.py). Both depend only on the mask, lengths, sizes, dtypes and numbers, which all layers of a
+model share. The operator ``mla_compile::decode_schedule`` writes the schedule once. A call that receives a schedule
+skips its own preparation.
 
-The size of a tile, and so of the buffers, depends on the device. The size of the tensor must not, because a fake
-function has no device to query. :func:`elements` is therefore an upper bound over all plans and devices.
+The amount of data depends on the device. But the size of the tensor must be known without a device, because fake
+functions cannot query one. :func:`elements` is therefore an upper bound over all plans and devices.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mla_compile.kernels.tiles import LEAST
 
 ALIGNMENT = 16  # bytes: the alignment that the kernels assume of their buffers
 PLANES = 6  # planes of a mask's lists, see kernels/triton/tiles_triton.py
-MAX_SMS = 144  # SMs of a full GH100 die; a batch is partitioned for no more than these
+MAX_SMS = 144  # SMs of a full GH100 die; a batch has at most this many partitions
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 
 
 def elements(call: DecodeCall) -> int:
-    """Return the number of int64 elements in a call's schedule; 0 if no device has anything to prepare.
+    """Return the number of int64 elements in a call's schedule; 0 if the call never prepares data.
 
     Sizes may be symbolic. This function adds no guards.
     """

@@ -23,8 +23,8 @@ class RowLayout:
     """The padded widths of a cached row in columns, and the bytes per element of the cache and of the products.
 
     ``values`` is 0 if the latent rows are the values. ``paged``: the place of a tile is looked up in a block table.
-    ``mask_bytes``: bytes of the mask that the loop reads for each query row and token. It is 0 without a mask, and if
-    the mask's list of tiles describes the mask completely.
+    ``mask_bytes``: bytes of the mask that the loop reads for each query row and token. The loop reads no mask if a list
+    of tiles describes the mask completely.
     """
 
     latent: int
@@ -46,12 +46,12 @@ class NoPlanError(InputError):
 
 
 def padded(width: int) -> int:
-    """Return how many columns a kernel processes: the next power of two, at least 16 for matrix products; 0 for 0."""
+    """Return the number of columns that a kernel processes: the next power of two, at least 16; 0 for 0."""
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 
 def depth(num_stages: int, *, paged: bool) -> int:
-    """Return how many tiles are in flight while one is processed. A paged tile needs a stage for its address, too."""
+    """Return how many tiles are loading while another is processed. Paged tiles need an extra stage for addresses."""
     return max(1, (num_stages - 1) // 2) if paged else max(1, num_stages - 1)
 
 
@@ -60,11 +60,14 @@ def shared_memory(
 ) -> int:
     """Return an upper bound on the shared memory, in bytes, that Triton uses for one block of the attention kernel.
 
-    The bound includes the queries, a ring of tiles, and the softmax weights if the product reads them from shared
-    memory. Products of Hopper's warpgroups read a tile in place while the next tile arrives, so they need one more
-    tile. Blackwell's products (64 rows or more) need a second copy of the tile, as values. An fp8 tile is stored in
-    fp8, and its conversion for a product goes through shared memory, too. A float32 query is stored as two terms, whose
-    products add up to a float32 product.
+    The bound includes:
+
+    * The queries. A float32 query is stored as two terms.
+    * A ring of tiles. Hopper's warpgroups read a tile in place while the next tile arrives, so the ring has one more
+      tile. Blackwell's products (64 rows or more) need a second copy of the tile, as values.
+    * For fp8 rows, a converted copy of the tile that a product reads.
+    * The softmax weights, unless warpgroups keep them in registers.
+    * The mask.
     """
     # From 64 rows on, products use wgmma on Hopper (one warpgroup is 4 warps) and tcgen05 on Blackwell.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
@@ -113,7 +116,7 @@ def starting_row(
 
 
 def fitted(row: TunedTile, layout: RowLayout, device: Device) -> tuple[TunedTile, int]:
-    """Return the row, or the first smaller one that fits the device, and its shared memory in bytes."""
+    """Reduce the row until it fits the device. Return the reduced row and its shared memory in bytes."""
     least = 0
     for smaller in _smaller(row):
         shape = (smaller.block_m, smaller.block_n, smaller.num_warps, smaller.num_stages)
@@ -129,10 +132,10 @@ def fitted(row: TunedTile, layout: RowLayout, device: Device) -> tuple[TunedTile
 
 
 def _smaller(row: TunedTile) -> list[TunedTile]:
-    """Return the row, then smaller and smaller ones: first with fewer stages, then fewer tokens, then fewer query rows.
+    """Return the row and smaller versions: with fewer stages, then 32 tokens, then fewer query rows, then 16 tokens.
 
-    Query rows are reduced late, because all query rows of a tile share one read of the cache. Only the halving from 32
-    to 16 tokens comes later. Tiles of more than 16 query rows use 8 warps, whose registers can hold the sums.
+    Query rows are reduced late, because all query rows of a tile share one read of the cache. Tiles of more than 16
+    query rows use 8 warps, because the registers of 4 warps cannot hold the sums.
     """
     steps = [row, replace(row, num_stages=2)]
     n, m = row.block_n, row.block_m

@@ -17,16 +17,19 @@ WIDTH = 576  # the table's times are for rows of this many columns: 512 of the l
 class TunedTile:
     """One row of ``tuned.json``: a tile and what is known about its speed.
 
-    The row applies to devices from its ``capability`` up to the next capability in the table, to ``min_rows`` to
-    ``max_rows`` query rows, and to at most ``max_width`` columns of output. ``paged`` tells whether the row is for
-    paged or for contiguous caches. None means any. Rows with ``listed`` apply only to calls with index lists, where
-    they take precedence over rows for a contiguous cache.
+    The row applies if all of these hold (None means any):
+
+    * The device is of ``capability`` or newer, but older than the table's next capability.
+    * There are ``min_rows`` to ``max_rows`` query rows.
+    * The output has at most ``max_width`` columns.
+    * The cache is paged (``paged`` True) or contiguous (False).
+    * The call has index lists, if ``listed``. Such rows take precedence.
 
     ``barriers``, ``held`` and ``cluster`` are variants of the Hopper kernel, see
     :class:`mla_compile.kernels.plan.Plan`.
 
     Times are in microseconds, for cached rows of ``WIDTH`` columns. ``t0_us`` is the time of a block without tiles,
-    ``tile_us`` the time that one tile occupies an SM's units.
+    ``tile_us`` the time that a tile occupies an SM.
     """
 
     kernel: Kernel
@@ -57,13 +60,13 @@ class TunedTile:
         return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
 
     def suits(self, rows: int, *, paged: bool) -> bool:
-        """Whether the row applies to this many query rows, and to a cache of this kind."""
+        """Whether the row applies to this number of query rows and kind of cache."""
         few_enough = self.max_rows is None or rows <= self.max_rows
         return self.min_rows <= rows and few_enough and self.paged in (None, paged)
 
 
 @lru_cache(maxsize=8)
 def table(path: Path = TABLE) -> tuple[TunedTile, ...]:
-    """Return the rows of ``tuned.json``. After changing it, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
+    """Return the table's rows. If the file changes, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
     return tuple(TunedTile.of(entry, content["provenance"]) for entry in content["rows"])

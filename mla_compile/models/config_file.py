@@ -27,7 +27,7 @@ _MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group
 
 
 def read(source: str) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """Return the transformers config in a file or in a model's directory, and the assumptions made to read it.
+    """Return the transformers config in a file or a model's directory, and notes on assumptions.
 
     Nothing is downloaded, and no code from the model's directory runs. Raises :class:`InputError`.
     """
@@ -58,11 +58,11 @@ def read_raw(source: str) -> tuple[dict[str, object], Path]:
 
 
 def check_sizes(raw: Mapping[str, object], where: str) -> None:
-    """Refuse sizes that no model has, also in nested configs: building would never end, or fail far from the cause."""
+    """Refuse sizes that no model has, because building would never end, or fail far from the cause."""
     for name, value in raw.items():
         if name.startswith("rope_"):  # rope_* fields are factors, not sizes
             continue
-        if name == "quantization_config":  # its own reader checks the contents, where a group of -1 is a whole row
+        if name == "quantization_config":  # another reader checks the contents, where sizes may be -1
             if not isinstance(value, Mapping | None):
                 raise InputError(f"{where}: quantization_config is {value!r}, expected an object with a quant_method")
             continue
@@ -81,7 +81,7 @@ def check_sizes(raw: Mapping[str, object], where: str) -> None:
 def transformers(what: str = "a config") -> ModuleType:
     """Return the module transformers, with its logging silenced.
 
-    If it is missing, an :class:`InputError` names the extra that installs it.
+    If transformers is missing, an :class:`InputError` names the extra that installs it.
     """
     try:
         library = import_module("transformers")
@@ -98,7 +98,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def parse(raw: dict[str, Any], path: Path) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """Return the transformers config that ``raw`` describes, and the assumptions made. ``path`` is for messages."""
+    """Return the transformers config that ``raw`` describes, and notes on assumptions. ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")
@@ -125,7 +125,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[PreTrainedConfig, tuple[str,
 
 
 def _of_architecture(library: object, raw: Mapping[str, object]) -> type[PreTrainedConfig] | None:
-    """Return the config class of the config's first architecture; ``None`` if transformers does not have it."""
+    """Return the config class of the first architecture, or ``None`` if transformers does not have this class."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return getattr(getattr(library, str(first), None), "config_class", None)

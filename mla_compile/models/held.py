@@ -1,8 +1,8 @@
 """Measures what each layer of a cache holds, on caches filled by prompts of three lengths.
 
 Most layers hold one row per token. Some layers hold rows of only the last tokens (a window), or rows that each
-summarise several tokens. Such layers may also hold the keys of an indexer. Layers that summarise tokens also hold the
-tokens that have no row yet, and may hold a state that does not grow.
+summarise several tokens. These layers may also hold the keys of an indexer, tokens that are not summarised yet, and a
+state that does not grow.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SHORT = 1024
 
 @dataclass(frozen=True)
 class HeldRows:
-    """What one layer holds: one row per ``every`` tokens (0: none), and also the rows of the last ``window`` tokens.
+    """What one layer holds: one row per ``every`` tokens (no rows if 0), and the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. The other fields describe tensors that are neither keys nor values, by
-    name. ``more``: how many values each token adds. ``waiting``: the bytes held for each token that has no row yet.
-    ``state``: the bytes of a tensor that does not grow.
+    If ``shared``, keys and values are one tensor. The dicts describe further tensors by name. ``more``: the values that
+    each token adds. ``waiting``: the bytes for each token that is not summarised yet. ``state``: the bytes of a tensor
+    that does not grow.
     """
 
     every: int = 1
@@ -60,11 +60,11 @@ def _of(
     keys = short.get("keys")
     more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS and v > 0}
     state = {n: short[n].nbytes for n, v in grown.items() if n not in _ROWS and v <= 0}
-    # The short prompt fills whole rows. After a prompt with one token less, the most tokens have no row yet.
+    # The short prompt fills whole rows. With one token less, as many tokens as possible are not summarised yet.
     drained = {n: x.nbytes for n, x in before.items() if n not in short}
     if keys is None or keys.dim() != 4 or grown["keys"]:
         return HeldRows(shared=shared, more=more, state=state | drained)
-    # If there is also a window, older tokens are summarised by rows that are as wide as the keys in the window.
+    # If there is also a window, rows that are as wide as the window's keys summarise older tokens.
     row = keys.shape[1] * keys.shape[3]
     older = next((n for n in more if short[n].shape[-1] == keys.shape[3]), None)
     if older is None:

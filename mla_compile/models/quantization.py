@@ -29,13 +29,13 @@ class Packing:
     """How a matrix [outputs, inputs] is stored: the bits of a weight, and the data stored with each block of weights.
 
     Attributes:
-        words: a description in words.
+        words: a description for reports.
         bits: bits of a weight. If a weight has fewer than 8 bits, the weights of a row fill whole 32-bit words.
         block: how many outputs and how many inputs share a scale; 0 means all.
         scale_bytes: bytes of the scale of a block.
         zero_bits: bits of the zero point of a block. The zero points of a column of blocks fill whole 32-bit words.
         index_bytes: bytes per input, for formats that store the group of each input.
-        flat: whether blocks are cut from the flattened matrix, whatever its shape. ``block`` is then (1, block length).
+        flat: whether blocks are cut from the flattened matrix. ``block`` is then (1, block length).
     """
 
     words: str
@@ -49,7 +49,7 @@ class Packing:
     def sizes(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the bytes of a matrix's weights, and the bytes of everything stored with the weights.
 
-        A few bytes per matrix are not counted: its shape, a code book, a scale of its scales.
+        A few bytes per matrix are not counted: the shape, a code book, a scale of the scales.
         """
         if self.flat:
             return math.ceil(rows * columns * self.bits / 8), math.ceil(
@@ -68,7 +68,7 @@ def _words(bits: int) -> int:
 
 @dataclass(frozen=True)
 class PathRule:
-    """The packing of modules whose paths match ``pattern`` from the start; ``None`` if they are not quantized."""
+    """The packing of modules whose paths match ``pattern`` from the start, or ``None`` for unquantized modules."""
 
     pattern: re.Pattern[str]
     packing: Packing | None
@@ -76,9 +76,9 @@ class PathRule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A parsed config: the first rule that matches a module decides, and only weights of linear layers are packed.
+    """A parsed config. The first rule that matches a module decides. Only weights of linear layers are packed.
 
-    ``keeps_head``: the output projection is not quantized, whatever the rules say. ``dtype``: the dtype of unquantized
+    ``keeps_head``: whether the output projection is unquantized despite the rules. ``dtype``: the dtype of unquantized
     weights. ``arithmetic``: the dtype in which quantized weights are multiplied.
     """
 
@@ -89,14 +89,14 @@ class Quantization:
     keeps_head: bool
 
     def packing(self, tensor: Tensor) -> Packing | None:
-        """Return how a weight is packed; ``None`` if it is not packed."""
+        """Return how a weight is packed, or ``None`` if it is not."""
         if not tensor.linear or (tensor.head and self.keeps_head):
             return None
         return next((rule.packing for rule in self.rules if rule.pattern.match(tensor.module)), None)
 
 
 class _NotReadError(Exception):
-    """A format, or a variant of one, that has no reader here."""
+    """No reader here supports a format, or a variant of a format."""
 
 
 def read(config: PreTrainedConfig) -> tuple[Quantization | None, tuple[str, ...]]:
@@ -138,7 +138,7 @@ class _Fields(dict[str, Any]):
         return int(self._checked(name, default, expected, lambda v: type(v) is int and v in allowed))
 
     def group(self, name: str, default: int) -> int:
-        """Return the number of inputs in a group; 0 means all inputs, which configs write as -1."""
+        """Return the number of inputs in a group, or 0 for all inputs (-1 in configs)."""
         size = self._checked(name, default, "a whole number above 0, or -1", _is_group)
         return max(0, int(size))
 
@@ -197,8 +197,8 @@ def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
 def _fp8(fields: _Fields, dtype: str) -> Quantization:
     """Read float8 with float32 block scales, as in DeepSeek-V3's README_WEIGHTS.md.
 
-    The defaults are those of ``FineGrainedFP8Config``. ``scale_fmt`` is not read: DeepSeek-V3.1 gives ue8m0, but its
-    scales are powers of two that are stored in float32.
+    Defaults are as in ``FineGrainedFP8Config``. ``scale_fmt`` is not read, because DeepSeek-V3.1 gives ue8m0, but
+    stores scales in float32.
     """
     if (experts := fields.text("expert_dtype", "fp8")) != "fp8":
         raise _NotReadError(f"experts in {experts}")
@@ -234,7 +234,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
-    """Read AutoAWQ's format: tensors ``qweight``, ``qzeros`` and ``scales`` (fp16). All its layouts have 4 bits."""
+    """Read AutoAWQ's format: tensors ``qweight``, ``qzeros`` and ``scales`` (fp16). All layouts have 4 bits."""
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"
@@ -286,20 +286,20 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _named(target: str) -> re.Pattern[str]:
-    """Return the pattern for a target: a regex, a path, or ``Linear``, as for ``match_name`` of compressed-tensors."""
+    """Return the pattern for a target (a regex, a path or ``Linear``), like ``match_name`` of compressed-tensors."""
     if target.startswith("re:"):
         return _regex(target.removeprefix("re:"))
     return _ALL if target == "Linear" else re.compile(rf"{re.escape(target)}$")
 
 
 def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
-    """Return how a group is stored. ``form`` gives the bits per weight, the strategy which weights share a scale."""
+    """Return how a group is stored. ``form`` gives the bits per weight. The strategy says what shares a scale."""
     bits = stored = weights.bits("num_bits", 8, (2, 3, 4, 5, 6, 7, 8))
     kind, scale = "fp" if weights.text("type", "int") == "float" else "int", BYTES[dtype]
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         kind, scale = form.partition("4")[0], 1  # the scales of these formats are 8-bit floats
     elif form in ("int-quantized", "float-quantized", "naive-quantized"):
-        stored = 8  # one weight per byte, however few of its bits are used
+        stored = 8  # one weight per byte, even if fewer bits are used
     elif form != "pack-quantized":
         raise _NotReadError(f"format {form}")
     words, block = _shared(weights)
@@ -311,7 +311,7 @@ def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
 
 
 def _shared(weights: _Fields) -> tuple[str, tuple[int, int]]:
-    """Return the outputs and inputs that share a scale, in words and as a block.
+    """Return which outputs and inputs share a scale, in words and as a block.
 
     If the config names no strategy, the group size decides.
     """

@@ -1,7 +1,7 @@
 """Builds a causal language model on the meta device, with one layer of each kind, to trace a decode step.
 
-Of layers that differ only in their index, the first is traced: such layers have equal classes, weight shapes and plain
-attributes. The others are replaced by layers that return their input, so that indices keep their meaning. No memory is
+Layers are of one kind if their classes, weight shapes and plain attributes are equal. Only the first layer of each kind
+is traced. The others are replaced by layers that return their input, so that indices keep their meaning. No memory is
 allocated.
 """
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 CONTEXT = 64
-"""Cached tokens in the trace. Few are enough: the report counts per cached token, and decides for a long context."""
+"""Cached tokens in the trace. A small number is enough, because the report counts costs per cached token."""
 
 _INDEX = re.compile("idx|index|layer_id")
 
 
 @dataclass(frozen=True)
 class LayerList:
-    """The list of decoder layers: its path, and for every layer the index of the first layer that equals it."""
+    """The path of the list of decoder layers, and for every layer the index of the first equal layer."""
 
     path: str
     like: tuple[int, ...]
 
     def stands_for(self, module: str) -> tuple[str, ...]:
-        """Return the paths of all modules of the model that the module at this path represents."""
+        """Return the paths of all modules that the traced module at the given path represents."""
         found = re.match(rf"({re.escape(self.path)}\.)(\d+)(?=\.|$)", module) if self.path else None
         if not found:
             return (module,)
@@ -48,15 +48,15 @@ class LayerList:
         return tuple(f"{found[1]}{i}{module[found.end() :]}" for i in alike)
 
     def kinds(self) -> dict[int, int]:
-        """Return each traced layer and the number of layers that it represents."""
+        """Return a dict: traced layer -> number of layers that it represents."""
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
     """Build the causal language model of a config, with weights of ``dtype``.
 
-    On the meta device, weights have no values; elsewhere, they are random. If a config of several parts builds no such
-    model, its text part is tried. Raises :class:`InputError` if neither builds a model.
+    On the meta device, weights have no values. On other devices, weights are random. If the whole config builds no such
+    model, the text part is tried. Raises :class:`InputError` if no model is built.
     """
     errors = ["it has none"]
     before = torch.get_default_dtype()
@@ -67,7 +67,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device:
             with torch.device(device):
                 model: nn.Module = make(part)
             return model.eval()
-        except Exception as error:  # noqa: BLE001  third-party code: wrong sizes may fail anywhere in it
+        except Exception as error:  # noqa: BLE001  third-party code may raise anything for wrong sizes
             errors.append(in_one_line(error))
         finally:
             torch.set_default_dtype(before)
@@ -76,7 +76,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device:
 
 
 def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Module], PreTrainedConfig]]:
-    """Yield constructors that transformers may offer, each with its config or text part; the likeliest come first."""
+    """Yield pairs of a constructor and its argument (the config or the text part), the likeliest pair first."""
     library = transformers()
     text = config.get_text_config()
     for part in (config,) if text is config else (config, text):
@@ -90,7 +90,7 @@ def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Mo
 
 
 def layers_of(model: nn.Module) -> LayerList:
-    """Return the list of layers: of all module lists with two or more modules, the one with the most parameters."""
+    """Return the list of layers: the module list with the most parameters. Lists of one module are ignored."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
@@ -141,7 +141,7 @@ class _Returned:
 class _HandOn(nn.Module):
     """A layer that returns its first argument, in a tuple if the traced layer returns a tuple.
 
-    It has the plain attributes of the layer that it replaces.
+    It has the plain attributes of the replaced layer.
     """
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
@@ -158,8 +158,8 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Cache, tuple[
     """Return the cache after a prompt of ``context`` tokens, and a note on modules that had to be left out.
 
     A module that fails because it needs values (a loop over the experts that have tokens) is replaced, in place, by a
-    module that returns its input. If the failing module holds the index of a layer, it may be an attention and is not
-    replaced. Then the call is repeated on fake tensors, and an error is raised if that call fails, too.
+    module that returns its input. A failing module that holds a layer's index may be an attention and is not replaced.
+    Instead, the call is repeated on fake tensors. If this call also fails, an error is raised.
     """
     skipped: list[str] = []
     while True:
@@ -217,7 +217,7 @@ def _prefill(model: nn.Module, context: int) -> object:
 
 
 def _fake_prefill(model: nn.Module, context: int) -> object:
-    """Run :func:`_prefill` on fake tensors, for code that reads values unless it detects that it is traced."""
+    """Run :func:`_prefill` on fake tensors, for code that reads no values if it detects a trace."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
@@ -242,7 +242,7 @@ def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator
 
 
 def _holds_attention(module: nn.Module) -> bool:
-    """Whether a module may write a cache: the module, or a submodule, holds the index of a layer."""
+    """Whether a module may write a cache, because the module or a submodule holds the index of a layer."""
     return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
 
 

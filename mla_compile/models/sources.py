@@ -20,10 +20,10 @@ from mla_compile.models import config_file, skeleton
 def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
     """Return the model that ``source`` names, in evaluation mode. Nothing is ever downloaded.
 
-    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config without weights. It requires
-    ``random_weights``, the seed of random weights, which are also used for a directory if a seed is given.
-    ``python:MODULE:FUNCTION``: the result of the function, whose module may be in the current directory. Raises
-    :class:`InputError` for a source that is none of these or cannot be loaded.
+    ``DIRECTORY``: a transformers model with weights. ``CONFIG.json``: a config without weights.
+    ``python:MODULE:FUNCTION``: the result of the function, whose module may be in the current directory.
+    ``random_weights``: a seed for random weights. A config requires a seed, and a directory may be loaded with a seed.
+    Raises :class:`InputError` for any other source, or if loading fails.
     """
     if random_weights is not None and not 0 <= random_weights < 2**63:
         raise InputError(f"the seed of random weights is {random_weights}, expected a whole number from 0 to 2^63 - 1")

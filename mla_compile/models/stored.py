@@ -17,7 +17,7 @@ def stored_weights(
 ) -> StoredWeights:
     """Count a model's weights as a checkpoint stores them.
 
-    ``attentions`` maps the path of each attention to its sizes if it is absorbed, else to None.
+    ``attentions`` maps the path of each attention to sizes, or to None if the attention is not absorbed.
     """
     values: dict[PartName, list[int]] = {"attention": [0] * 4, "routed experts": [0] * 4, "rest": [0] * 4}
     packings: dict[str, None] = {}
@@ -58,7 +58,7 @@ def _above(path: str) -> Iterable[str]:
 def _up_projections(
     found: Mapping[str, tuple[Dims | None, Sequence[tuple[Tensor, Packing | None, int]]]],
 ) -> UpProjections | None:
-    """Sum up, over all attentions, the weights that expand rows to K and V. They are found by their shapes."""
+    """Sum up the weights that expand rows to K and V over all attentions. The shapes identify these weights."""
     names: dict[str, None] = {}
     words: dict[str, None] = {}
     layers = values = size = 0
@@ -67,7 +67,7 @@ def _up_projections(
             continue
         both = (dims.H * (dims.N + dims.V), dims.L)
         apart = {(dims.H * dims.N, dims.L), (dims.H * dims.V, dims.L)}
-        # The query's up-projection may have the same shape. Of two weights of this shape, the later reads the latent.
+        # The query's up-projection may have this shape, too. The later one of two such weights reads the latent.
         taken = [one for one in owned if one[0].shape == both][-1:] or [one for one in owned if one[0].shape in apart]
         if sum(tensor.values for tensor, _, _ in taken) != both[0] * both[1]:
             continue

@@ -1,8 +1,8 @@
 """Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-The facts come from the model itself, traced on the meta device. Sizes come from its weights and its graph, and cache
-sizes from a cache that the model fills. Only what these do not show comes from the config, such as the number of
-experts that a token uses.
+The model is traced on the meta device. Sizes come from the weights and the graph, and cache sizes from a cache that the
+model fills. The config is read only for facts that are not visible there, such as the number of experts that a token
+uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weig
 from mla_compile.report.report import Report
 
 _LONGEST = 2**18
-# A model in fp8 is traced in bf16, since only code for quantized weights would apply their scales.
+# A model in fp8 is traced in bf16, because only code for quantized weights would apply scales.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -166,10 +166,10 @@ def _drafting(
     facts: Facts,
     cached: tuple[CachedLayers, ...],
 ) -> Drafting | None:
-    """Return the layers that predict further tokens. The config counts them, but transformers does not build them.
+    """Return the layers that predict further tokens. The config counts such layers, but transformers builds none.
 
-    Each is assumed to equal the last layer, plus norms and a projection of the concatenated hidden state and token
-    embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2). ``cached`` is what the last layer caches.
+    Each of these layers is assumed to equal the last layer, plus norms and a projection of the concatenated hidden
+    state and token embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2). ``cached`` is the last layer's cache.
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -210,10 +210,10 @@ def _cached_layers(
     picked: Mapping[int, SiteReport],
     like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
-    """Return what the cache holds per token. A layer that was not traced counts like the layer that represents it.
+    """Return what the cache holds per token. Every layer is counted as the traced layer that represents it.
 
-    ``like``: the layers to count (by default all), each given by the layer that represents it, as in
-    :class:`skeleton.LayerList`. If the cache's slots cannot be assigned to layers, no layer of ``like`` is counted.
+    ``like`` limits the count to some layers, given by their traced layers, as in :class:`skeleton.LayerList`. If the
+    cache's slots cannot be assigned to layers, no layer of ``like`` is counted.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
@@ -267,7 +267,7 @@ def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[H
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
-    """Return ``dims``, with Q and D taken from the shapes of the module's weights if the graph does not show them."""
+    """Return ``dims`` with Q and D. If the graph does not show them, they come from shapes of the module's weights."""
     try:
         owner = model.get_submodule(path)
     except AttributeError:

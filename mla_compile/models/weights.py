@@ -1,4 +1,4 @@
-"""Lists the weights of a model, and counts its parameters and how many of them one token reads."""
+"""Lists the weights of a model, and counts all parameters and the parameters of routed experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tensor:
     Attributes:
         module: the path of the module under which a checkpoint stores the weight; for experts, the first expert's path.
         shape: outputs and inputs of a matrix.
-        linear: whether the weight is a linear layer's; other weights (embeddings, norms) are not quantized.
+        linear: whether a linear layer has the weight. Other weights (embeddings, norms) are not quantized.
         expert: whether the weight belongs to a routed expert.
         table: whether the weight is the input embedding, and is not also the output projection.
         head: whether the weight is the output projection.
@@ -43,7 +43,7 @@ class Tensor:
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """Return all weights of a model on any device. Tied weights count once, memory of weightless experts not at all."""
+    """Return all weights of a model on any device. Tied weights are listed once. Weightless experts are left out."""
     count, idle = _experts(model)
     table, head = _embeddings(model)
     lists = _lists_of_experts(model, count, idle)
@@ -68,7 +68,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
-    """Return the paths of module lists with one item per expert. A list of layers of the same length is left out."""
+    """Return the paths of module lists with one item per expert. A list of layers of equal length is left out."""
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     return [
         path
@@ -84,7 +84,7 @@ def _stacked(parameter: nn.Parameter, count: int, idle: int) -> bool:
 
 
 def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> Iterator[Tensor]:
-    """Yield the matrices in one tensor for all experts. ``gate_up_proj`` also concatenates gate and up of an expert."""
+    """Yield the matrices in a tensor that stacks all experts. ``gate_up_proj`` also concatenates gate and up."""
     joined = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     rows, columns = parameter.shape[1] // len(joined), parameter.shape[2]
     for part in joined:
@@ -96,13 +96,13 @@ def _within(path: str, outer: str | None) -> bool:
 
 
 def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the paths of the input embedding (None if tied) and of the output projection; None for an unknown path."""
+    """Return the paths of the input embedding (None if tied) and the output projection. An unknown path is None."""
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
         return None, None
     owner: Any = model
     try:
         table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
-    except NotImplementedError:  # transformers raises it for a model that consists of several models
+    except NotImplementedError:  # transformers raises this for a model that consists of several models
         return None, None
     tied = head is not None and isinstance(table, nn.Module) and head.weight is table.weight
     paths = {id(module): path for path, module in model.named_modules()}
@@ -143,5 +143,5 @@ def text_config(model: nn.Module) -> object:
 
 
 def first_int(config: object, names: Iterable[str]) -> int | None:
-    """Return the first of several config fields that is an integer. Model families name the same field differently."""
+    """Return the first integer among several config fields. Model families use different names for one field."""
     return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)

@@ -21,11 +21,10 @@ _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from th
 
 @contextlib.contextmanager
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Create a directory next to ``target``. It replaces ``target`` when the context ends without an error.
+    """Create a directory next to ``target``, and move it to ``target`` when the context ends without an error.
 
     If anything fails, ``target`` keeps its previous contents. Raises :class:`TargetError` if ``target`` exists or
-    cannot be written. With ``overwrite``, an empty directory or an earlier export is replaced. Any other directory,
-    such as the model's own, still raises the error.
+    cannot be written. ``overwrite`` allows replacing an empty directory or an earlier export, but no other directory.
     """
     if target.exists() and not overwrite:
         raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")

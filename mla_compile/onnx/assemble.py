@@ -50,8 +50,9 @@ class CacheIO:
 class Wires:
     """The caches of a converted graph.
 
-    The caches are the graph's inputs after the first three (tokens), and in the same order its outputs after the
-    logits. ``grows``: whether each cache grows. ``fallback``: names for caches that no attention reads.
+    The first three inputs describe tokens, and the first output is the logits. All further inputs and outputs are
+    caches, in the same order. ``grows``: whether each cache grows. ``fallback``: names for caches that no attention
+    reads.
     """
 
     fallback: tuple[str, ...]
@@ -61,7 +62,7 @@ class Wires:
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
     """Finish the graph in place, and return its caches.
 
-    ``names``: the names of the decode graph's caches. A prefill graph has to use the same names.
+    ``names``: the names of the decode graph's caches, which a prefill graph has to use, too.
     """
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
@@ -111,7 +112,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
 
 
 def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
-    """Rename nodes that were added for a cache, and their outputs. ``prefixes`` maps old prefixes to new prefixes."""
+    """Rename nodes that were added for a cache, and their outputs. ``prefixes``: old prefix -> new prefix."""
     for node in graph:
         prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
         if prefix is not None:
@@ -157,7 +158,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """Map the length of output caches to "capacity" if each output is the input buffer, written in place."""
+    """Map the length of output caches to "capacity" if new rows are written into the input buffers."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 
@@ -196,7 +197,7 @@ def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
 
 
 def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
-    """Name weights as the model does, without the prefix ``strip``. Transposed weights get the suffix ".transposed"."""
+    """Give weights the model's names, without the prefix ``strip``. Transposed weights get the suffix ".transposed"."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
         if tensor.dim() == 2 and not tensor.is_meta:

@@ -17,7 +17,7 @@ from mla_compile.onnx.op import ALIKE, DOMAIN, INDEX, LISTED, NAME, VERSION
 
 
 def attach_functions(model: ir.Model) -> None:
-    """Add one function for each signature of the model's nodes. Several functions of one operator are overloads."""
+    """Add a function for each signature of an operator in the model."""
     functions = _Functions(model)
     found = [node for node in model.graph if node.domain == DOMAIN]
     for node in found:
@@ -35,7 +35,7 @@ class _Functions:
         self.overloads: dict[str, dict[Hashable, str]] = {}
 
     def of(self, node: ir.Node) -> str:
-        """Return the overload of the function that a node calls. A missing function is added."""
+        """Return the overload of the function that a node calls. If the model lacks the function, add it."""
         if node.op_type == INDEX:
             return self._overload(INDEX, _scores(node), index_function)
         if node.op_type == ALIKE:

@@ -2,8 +2,8 @@
 
 Before: ``einsum("bshn,hnl->bshl", q, slice(reshape(kv_b_proj.weight)))``, which slices the weight in every call.
 
-After: ``matmul(reshape(permute(q), [H, -1, N]), w)``, where ``w`` [H,N,L] is a separate constant. It is contiguous and
-has the dtype of the product. Most runtimes run Einsum as a chain of transposes, but have a fast MatMul.
+After: ``matmul(reshape(permute(q), [H, -1, N]), w)``, where ``w`` [H,N,L] is a separate constant, contiguous and in the
+dtype of the product. Most runtimes run Einsum as a chain of transposes, but have a fast MatMul.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ aten = torch.ops.aten
 
 
 def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
-    """Rewrite every product of an activation and a weight that absorption emitted, as the module docstring describes.
+    """Rewrite the products of activations and weights that absorption emitted. The results multiply by baked weights.
 
-    The baked weights become folds of the program. They replace the folds that they are computed from. Returns the name
-    of each new input -> the node names of the weights that the input is computed from.
+    The baked weights become folds of the program, and replace the folds from which they are computed. Returns the name
+    of each new input -> the node names of the weights from which it is computed.
     """
     graph = program.gm.graph
     products = {fold.placeholder: fold for fold in program.folds}
     weights = weight_nodes(graph, {*program.weights, *products})
-    # Products with the same weight node in the same order of axes share one constant. Examples are layers that share a
-    # weight, and several blocks of queries that are multiplied by one key.
+    # Products share a constant if they use the same weight node with the same order of axes. For example, layers may
+    # share a weight, or several blocks of queries may be multiplied by one key.
     baked: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     made: dict[str, tuple[str, ...]] = {}
     for node in list(graph.nodes):
@@ -94,10 +94,9 @@ def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """Add an input that holds ``weight``, permuted to ``order``. Return it with the node names of its weights.
+    """Add an input that holds ``weight``, permuted to ``order``. Return the input and the node names of its weights.
 
-    Each entry of ``counts`` is a number of consecutive axes, which are merged into one axis. If the first entry is 0,
-    it gives no axis.
+    ``counts``: how many consecutive axes are merged into each new axis. If the first count is 0, it adds no axis.
     """
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}

@@ -1,7 +1,7 @@
 """Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
 
 The library holds a CPU kernel and, for CUDA, the machine code of mla_compile's Triton kernels. The Triton kernels are
-compiled without a GPU, embedded in the library, and launched by its host code in C. Building needs Triton and a C
+compiled without a GPU and embedded in the library. Host code in C launches them. Building needs Triton and a C
 compiler, but no CUDA toolkit and no headers of ONNX Runtime. Using the library needs neither Triton nor torch.
 ``native.py`` decides whether a session uses the library.
 """
@@ -189,7 +189,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """Return a variant's entry in the host's table of kernels: the calls that it serves, its plan and its code."""
+    """Return a variant's entry in the host code's table of kernels."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"

@@ -1,10 +1,10 @@
-"""The ONNX functions of ``IndexScores``, which scores keys, and ``WeighAlike``, for queries that see no chosen key.
+"""The ONNX functions ``IndexScores``, for the scores of keys, and ``WeighAlike``, for queries that see no chosen key.
 
-``IndexScores`` computes two products: the heads' queries, folded into rows, times the keys ([B,S*J,D] x [B,D,T], as in
-``DecodeAttention``), and the result times the weights. This is 1.6 times as fast as one product per head
+``IndexScores`` folds the heads of the queries into rows. It multiplies queries and keys ([B,S*J,D] x [B,D,T], as in
+``DecodeAttention``), then the result and the weights. This is 1.6 times as fast as one product per head
 (docs/decisions/076).
 
-``WeighAlike`` reads rows of the cache only in one branch of an ``If``, which few calls take.
+``WeighAlike`` reads the cache only in one branch of an ``If``, which few calls take.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class IndexScoresSignature:
 class Alike:
     """The properties that determine the body of ``WeighAlike``.
 
-    They are the dtypes of out and mask, and whether some rows may be unused (``used``).
+    ``dtype`` and ``mask``: the dtypes of out and mask. ``used``: whether the input ``used`` is given.
     """
 
     dtype: int

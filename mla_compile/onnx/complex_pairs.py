@@ -24,7 +24,7 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 
 
 def split_complex(program: Program) -> int:
-    """Replace every complex value of a program, and return how many were replaced.
+    """Replace every complex value of a program by a pair. Return how many were replaced.
 
     Raises :class:`ExportError` for an operator on complex numbers that has no rule in this module.
     """
@@ -128,9 +128,9 @@ def _both(step: _PairRewrite) -> fx.Node:
 
 
 def _along(step: _PairRewrite) -> fx.Node:
-    """Apply an operator that moves or copies elements to the pair.
+    """Apply to the pair an operator that only moves or copies elements.
 
-    Negative axes are replaced by positive axes, and shapes get the last axis of the pair.
+    Negative axes become positive, and shapes get the last axis of the pair.
     """
     node = step.node
     kind: Any = packet(node)
@@ -148,7 +148,7 @@ def _along(step: _PairRewrite) -> fx.Node:
         args[0] = [*(shifted(a) for a in args[0]), rank]
     elif kind is aten.transpose:
         args = [shifted(a) for a in args]
-    elif kind is aten.squeeze:  # without axes, squeeze could remove the axis of the pair
+    elif kind is aten.squeeze:  # squeeze without axes could remove the axis of the pair
         given = range(rank) if not args else [args[0]] if isinstance(args[0], int) else args[0]
         args = [[shifted(a) for a in given if val(source).shape[a] == 1]]
         target = aten.squeeze.dims

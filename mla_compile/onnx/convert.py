@@ -54,8 +54,8 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """Convert a program to the form ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
     run_passes(BEFORE, given)
-    # Weights stay quantized in these passes, because baking dequantizes them. An expanded attention is not split into
-    # groups of heads, because ONNX cannot make the groups run one after the other.
+    # Weights stay quantized in these passes, because baking dequantizes them. ONNX cannot make groups of heads run one
+    # after the other, so an expanded attention is not split into groups.
     plain = replace(options, dequantize="step", expanded_bytes=None)
     outcome = pipeline.run(given.program, plain, frozen=True)
     state = ExportState(Analyses(outcome.program))
@@ -76,9 +76,9 @@ def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, 
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
-    """Name a baked weight after its first factor and its side.
+    """Name a baked weight after its first factor and its side of the attention.
 
-    W_kc multiplies queries, and W_v multiplies the attention's output.
+    Weights called ``w_kc`` multiply queries, and weights called ``w_v`` multiply the attention's output.
     """
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
@@ -89,7 +89,7 @@ def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
 
 
 def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the sources of a node. If a source only moves elements, also yield the sources of this source."""
+    """Yield the operands of a node. If an operand only moves elements, also yield the operand's operands."""
     for source in node.all_input_nodes:
         if source not in seen and isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
             seen.add(source)
@@ -105,7 +105,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except torch.onnx.errors.OnnxExporterError as error:  # its message is pages long; that of the root cause is short
+    except torch.onnx.errors.OnnxExporterError as error:  # report the root cause, because this message is pages long
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -116,7 +116,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings, such as those about operator libraries that it does not find."""
+    """Silence the exporter's warnings, for example about missing operator libraries."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

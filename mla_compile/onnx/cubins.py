@@ -20,9 +20,9 @@ from mla_compile.onnx.variants import TUNED, Variant
 
 _HIDDEN = 2  # Triton appends two addresses to a kernel's parameters: global scratch and profile scratch
 _BITS = {"i32": 32, "i64": 64, "fp32": 32}
-# Kind of mask -> how many bytes of registers a thread may spill in a kernel of tuned dims. Without a mask, sm_90 spills
-# at most 16 bytes. A mask that differs between rows (bool, float) needs registers in addition to the sums, so its limit
-# is higher. Only calls with few query tokens have such a mask.
+# Kind of mask -> the most bytes of registers that a thread may spill in a kernel of tuned dims. If there is no mask,
+# sm_90 spills at most 16 bytes. Masks that differ between rows (bool, float) need additional registers, so their limit
+# is higher. Only calls with few query tokens have such masks.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
 
 
@@ -132,9 +132,9 @@ def _compiled(variant: Variant) -> Cubin:
 def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, smem: int) -> str | None:
     """Return why the host code would launch a compiled kernel incorrectly; None if the kernel is as expected.
 
-    ``passed`` has the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). They must be followed
-    only by the two scratch addresses that Triton appends. The scratch must have zero bytes, because the host allocates
-    none.
+    ``passed``: the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). After them, the kernel may
+    have only the two scratch addresses that Triton appends. The host code allocates no scratch, so the kernel must not
+    need any.
     """
     entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None or entry[1] != metadata.name:

@@ -34,7 +34,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class OrtDevice:
-    """The device that holds the caches, as OrtValue names it."""
+    """The device that holds the caches: the type and number that an OrtValue uses."""
 
     type: str = "cpu"
     id: int = 0
@@ -52,7 +52,7 @@ def onnxruntime() -> ModuleType:
 
 
 def errors(ort: ModuleType) -> tuple[type[Exception], ...]:
-    """Return ONNX Runtime's exceptions, which have no common base class, and RuntimeError, which io binding raises."""
+    """Return the exceptions of ONNX Runtime, which have no common base class. IO binding raises RuntimeError."""
     state = vars(ort.capi.onnxruntime_pybind11_state)
     return RuntimeError, *(kind for kind in state.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
@@ -60,8 +60,8 @@ def errors(ort: ModuleType) -> tuple[type[Exception], ...]:
 def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, object]]]:
     """Return the execution providers to request, with their options.
 
-    If ``wanted`` is None, they are CUDA (if available) and CPU. In ``wanted``, short names are accepted, such as
-    ``cuda`` for ``CUDAExecutionProvider``.
+    ``wanted`` may use short names, such as ``cuda`` for ``CUDAExecutionProvider``. None means CUDA (if available) and
+    CPU.
     """
     available = list(ort.get_available_providers())
     if wanted is None:
@@ -86,9 +86,9 @@ def working(
 ) -> list[tuple[str, dict[str, object]]]:
     """Return the ``asked`` providers that start on this machine.
 
-    ONNX Runtime silently skips a provider whose libraries are missing. A native library may be registered only if its
-    device really exists, so a graph of one node tests the providers first. ``required``: whether a provider that does
-    not start is an error, because the user named it.
+    ONNX Runtime silently skips a provider whose libraries are missing, so a graph of one node tests the providers.
+    Otherwise a native library could be registered without its device. ``required``: raise an error if a provider does
+    not start.
     """
     if all(name == "CPUExecutionProvider" for name, _ in asked):
         return list(asked)
@@ -122,8 +122,8 @@ def decide(
     """Decide whether to register a native library.
 
     ``library``: ``"auto"`` looks for a library, ``None`` uses none, and a path names one. A registered library replaces
-    the function in the file for all nodes, so it is registered only if it covers every node. Raises
-    :class:`ModelFileError` if a library that the user named cannot be used.
+    the function in the file for all nodes, so the library must cover every node. Raises :class:`ModelFileError` if a
+    library that the user named cannot be used.
     """
     if library is None:
         return Decision(None, "none was wanted")
@@ -150,11 +150,11 @@ def decide(
 
 
 def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decision) -> SessionOptions:
-    """Return session options in which the library, if any, is registered."""
+    """Return session options. If a library was chosen, register it in these options."""
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # hides warnings about exported graphs, and errors, which are raised anyway
+        options.log_severity_level = 4  # no warnings about exported graphs, and no log of errors that are raised
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))

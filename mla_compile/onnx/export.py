@@ -45,15 +45,15 @@ def export_onnx(
         model: a causal language model of transformers, whose inputs and cache are connected automatically; any other
             module with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``,
             including one that ``optimize`` returned.
-        path: the directory to write. It appears only after everything in it has been verified.
+        path: the directory to write. It appears only after its contents have been verified.
         profile: ``portable`` (opset 21), ``inplace`` (opset 24: caches are buffers written in place), ``genai`` (runs
             under onnxruntime-genai), ``ort-paged`` (com.microsoft PagedAttention, CUDA).
         prefill: whether to write a second graph, in expanded form, which reads prompts and uses the same caches.
         dtype: "float32", "float16" or "bfloat16" converts a copy of the model. ``None`` keeps the model's dtype.
         example_inputs: a tuple for the ``args`` of ``torch.export.export``, or a dict for its ``kwargs``. Needed for a
             module that is not connected automatically.
-        dynamic_shapes: as in ``torch.export.export``, together with ``example_inputs``.
-        fold: as in ``optimize``. "auto" multiplies weights ahead of time where the cost model predicts a gain.
+        dynamic_shapes: the argument of ``torch.export.export`` that belongs to ``example_inputs``.
+        fold: as in ``optimize``. "auto" multiplies weights ahead of time if the cost model predicts a gain.
         sparse: as in ``optimize``. "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
             and the mask. ``ort-paged`` has no operator for index lists, so it always uses "never".
         verify: whether to compare the graphs with the original before ``path`` appears. Language models are compared on
@@ -104,7 +104,7 @@ def export_onnx(
 
 
 def require_packages() -> None:
-    """Raise :class:`ExportError` if a package that exporting needs is missing."""
+    """Raise :class:`ExportError` if a package for exporting is missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(f'exporting needs {", ".join(missing)}: pip install "mla-compile[onnx]"')

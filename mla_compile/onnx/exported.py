@@ -25,8 +25,8 @@ class Verification:
         error: the largest difference divided by the largest value, for logits or for all outputs of a traced program.
         tolerance: the largest error that was allowed.
         tokens, equal_tokens: how many greedy tokens were compared, and how many equal the original's.
-        reason: why the ONNX graphs were not run; empty if they were. If there are both a ``reason`` and an ``error``,
-            torch ran the rewritten program instead, and only its translation to ONNX is unchecked.
+        reason: why the ONNX graphs were not run; empty if they were. If ``reason`` and ``error`` are both set, torch
+            ran the rewritten program. Only its translation to ONNX is then unchecked.
     """
 
     error: float | None = None

@@ -20,7 +20,7 @@ from mla_compile.onnx.manifest import WEIGHTS, FileEntry, Manifest
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-_CHUNK = 1 << 22  # bytes hashed at a time: many enough to be fast, few enough to use little memory
+_CHUNK = 1 << 22  # bytes per read: fast, but little memory
 
 
 def check_files(directory: str | Path, manifest: Manifest, *, quick: bool = False) -> None:
@@ -81,7 +81,7 @@ def _check_external_data(path: Path, manifest: Manifest) -> None:
             continue
         said = dict(entries)
         what = f"{path}: tensor {tensor.name!r}"
-        if len(said) != len(entries):  # of two entries with one key, another reader might use the other
+        if len(said) != len(entries):  # another reader might use the other entry of a key
             raise ModelFileError(f"{what} describes its external data twice: {entries}; export the model again")
         location = said.get("location", "")
         if location != WEIGHTS or held is None:

@@ -15,7 +15,7 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Multiply rows by ``kv_scale`` before each attention that has one, and return the number of such attentions."""
+    """Multiply rows by the scales of each attention with a ``kv_scale``. Return the number of these attentions."""
     found = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
         given = named_arguments(node)

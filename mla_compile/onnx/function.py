@@ -1,9 +1,9 @@
 """``DecodeAttention`` as a function of standard operators. Every file contains it, so that any runtime can run it.
 
-The body computes scores, a softmax in float32 and a weighted sum, with the heads folded into rows: [B,S*H,W] x
-[B,W,T]. This form reads the cache in place, without a copy per head. On a CPU it is the fastest form that MatMul and
-Softmax allow (docs/decisions/075). A function cannot test which inputs are given, so each combination in use gets its
-own body.
+The body computes scores, a softmax in float32 and a weighted sum. The heads are folded into rows: [B,S*H,W] x [B,W,T].
+The cache is therefore read in place, without a copy per head. On a CPU, this is the fastest form that MatMul and
+Softmax allow (docs/decisions/075). A function cannot test which inputs are given, so each combination of inputs gets
+its own body.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Signature:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The formal inputs, up to the last one that is given."""
+        """The formal inputs, up to the last given input."""
         return INPUTS[: INPUTS.index(self.given[-1]) + 1]
 
     @property
@@ -71,7 +71,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
 def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
-    """Wrap ``body`` as a function with all attributes of the operator. The body reads those that ``signature`` uses."""
+    """Wrap ``body`` as a function that has all attributes of the operator."""
     read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
     # The other attributes are accepted but not read: ``signature`` fixes their values.
     others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}
@@ -137,7 +137,7 @@ class _Body(Writer):
         self.result(out, "out", s.query_dtype)
 
     def rows(self, name: str) -> str:
-        """Return the rows in use of a cache, in float32."""
+        """Return the used rows of a cache, in float32."""
         if self.s.trimmed:
             used = self.op("Slice", name, self.ints(0), self.op("Shape", "mask", start=3, end=4), self.ints(1))
             return self.wide(used, self.s.dtype)

@@ -18,8 +18,8 @@ _MAX_LENGTH = 4096
 def write_config(model: PreTrainedModel, manifest: Manifest, directory: Path) -> None:
     """Write ``genai_config.json``.
 
-    onnxruntime-genai allocates keys and values of equal shape for each layer. The two halves of a row (latent and
-    rotary key) take the places of keys and values with one head.
+    onnxruntime-genai allocates keys and values of equal shape for each layer. The two halves of the row [latent,
+    k_rope] are stored as keys and values with one head.
     """
     config = model.config
     layers = len(manifest.caches) // 2

@@ -1,4 +1,4 @@
-"""Generate tokens for a batch of prompts. Each step adds a token to every row, until every row has ended."""
+"""Generate tokens for a batch of prompts. Each step adds a token to every row that has not ended."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
     stream: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, including the token that ended it.
+    """Return the new tokens of each prompt, including the token that ended the row.
 
     Args:
         session: a loaded model directory.

@@ -59,7 +59,10 @@ def widen_masks(graph: ir.Graph) -> None:
 
 
 def find_append(graph: ir.Graph, past: ir.Value, output: int) -> GrowingCache | None:
-    """Return how output number ``output`` appends to ``past``, rewritten to three axes; ``None`` if it does not."""
+    """Return how output number ``output`` appends to ``past``; ``None`` if it does not.
+
+    If needed, rewrite the append to three axes.
+    """
     present = graph.outputs[output]
     squeeze = present.producer()
     if squeeze is None:
@@ -107,7 +110,7 @@ def _replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
-    """Return each attention node with the caches that it reads as its latent and its rotary key."""
+    """Return each attention node with the caches that it reads as latent and rotary key."""
     position = {value: index for index, value in enumerate(presents)}
 
     def cache(value: ir.Value | None) -> int | None:
@@ -119,7 +122,7 @@ def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
 
 
 def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> list[str]:
-    """Return a name per cache: ``latent.0`` or ``k_rope.0`` and so on, or its ``fallback`` if no attention reads it."""
+    """Return cache names, such as ``latent.0``. A cache that no attention reads gets its ``fallback`` name."""
     names: dict[int, str] = {}
     number = 0
     for site in found:

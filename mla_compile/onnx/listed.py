@@ -4,10 +4,12 @@ Each query has its own rows, so the query axis is merged into the batch axis:
 
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
-Conditions on positions are written into the new mask. The mask also hides entries that name no key; for such entries,
-the first row is gathered. If there are no more than k keys, a list of the best k names all keys. The attention then
-reads the rows in place instead of gathering them. An ``If`` decides this in every call. (If a function calls another
-function outside of such a branch, ONNX Runtime 1.32 loses the overload.)
+Conditions on positions are written into the new mask. The mask also hides entries that name no key. For such entries,
+the first row is gathered.
+
+If there are only k keys, a list of the best k usually names all keys. The attention then reads the rows in place
+instead of gathering them. An ``If`` decides this in every call. (ONNX Runtime 1.32 loses the overload if a function
+calls another function outside of such a branch.)
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def listed_function(
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
     # If every entry is known to name a key, the condition depends only on sizes. No runtime then has to wait for the
-    # device to compute it.
+    # device.
     keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:

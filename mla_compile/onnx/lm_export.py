@@ -78,7 +78,7 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
 def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
     """Return the decode graph, and whether it takes only one token per call.
 
-    If the model cannot be traced with several tokens, it is traced with one.
+    A model that cannot be traced with several tokens is traced with one.
     """
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")

@@ -2,8 +2,7 @@
 
 A registered operator replaces the function in the model's file. ONNX Runtime cannot fall back to the function, so a
 node that the library cannot run would raise an error. Therefore a library is registered only if it covers every node of
-a model. It is registered only in sessions on a CUDA device, because on a CPU the function is faster than the library's
-plain kernel.
+a model. On a CPU, no library is registered, because the function is faster than the library's plain kernel.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ def _runs_on(arch: str, built: Sequence[str]) -> bool:
     """Whether the library's machine code runs on ``arch``.
 
     Machine code for architectures up to sm_89 also runs on later architectures of the same generation. From sm_90 on,
-    code runs only on its own architecture. Of the code that runs, the library uses the newest. The tiles of that code
-    must fit the device's shared memory.
+    code runs only on its own architecture. If several versions of the code run, the library uses the newest, whose
+    tiles must fit the device's shared memory.
     """
     numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
     earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]

@@ -2,21 +2,21 @@
 
 ``mla_compile::DecodeAttention``. Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool
 or float) [B|1,H|1,S|1,T], seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's
-dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is the size of the
-mask's last axis. If C > T, the last C - T rows of the cache are unused capacity. Without a mask, T = C. The formulas
-are those of :mod:`mla_compile.kernels.reference`. If ``value_width`` > 0, the values are the first ``value_width``
-columns of [latent, rope].
+dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. If there is a mask, the size of
+its last axis is T, and the last C - T rows of the cache are unused capacity. Otherwise, T = C. If ``value_width`` > 0,
+the values are the first ``value_width`` columns of [latent, rope]. :mod:`mla_compile.kernels.reference` has the
+formulas.
 
 ``mla_compile::ListedAttention`` has the same inputs, followed by indices int32 [B,S,k]: the keys that each query sees,
-unless another argument hides them. A query's indices name no key twice, and an index outside of the T keys names no
-key. Masks, lengths, causality and windows refer to positions among all T keys.
+unless another argument hides them. A query's indices name no key twice. An index outside of the T keys names no key.
+Masks, lengths, causality and windows refer to positions among all T keys.
 
 ``mla_compile::IndexScores``. Inputs: query [B,S,J,D], keys [B,T,D], weights [B,S,J]. Output: scores [B,S,T] in float32
 (float64 for float64 keys), ``sum_j weights_j relu(scale * q_j . k_t)``.
 
 ``mla_compile::WeighAlike``. Inputs: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], and optionally mask [B|1,H|1,S|1,T]
-together with indices [B,S,k], and used int64 [1] (the number of rows of values in use). Output: ``out``, in which each
-query that saw no key (lse at most ``lowest``) gets a mean of rows, as :mod:`mla_compile.kernels.alike` defines it.
+together with indices [B,S,k], and used int64 [1] (the number of rows of values in use). Output: ``out``, but each query
+that saw no key (lse at most ``lowest``) gets a mean of rows (:mod:`mla_compile.kernels.alike`).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def in_pages(
 
 
 def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
-    """Where the graph reads the batch size from ``past``, read it from the token ids instead."""
+    """Read the batch size from the token ids wherever the graph reads it from ``past``."""
     for node, _ in consumers(past):
         if node.op_type == "Shape" and shape_range(node, 3) == (0, 1):
             batch = Editor(graph, node, f"{past.name}/batch").op("Shape", tokens, start=0, end=1)
@@ -152,7 +152,7 @@ def _check_causal(
     """
     needed, read = _ancestors(mask), _ancestors(mask, contents=True)
     inputs = [v for v in graph.inputs if v in needed]
-    # The evaluation below is valid for all calls only if the mask depends on no token and no row.
+    # The evaluation below is valid for all calls only if the mask depends on no token's id and on no row's content.
     foreign = [v for v in inputs if v is not attention_mask and (v in read or v not in (tokens, *caches))]
     if foreign or mask.dtype is None:
         raise ExportError(
@@ -181,7 +181,7 @@ def _check_causal(
 def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
     """Return the values from which ``value`` is computed, and ``value`` itself.
 
-    With ``contents``, values of which only the shape is read are left out.
+    ``contents``: leave out values of which only the shape is read.
     """
     found, queue = {value}, [value]
     while queue:
@@ -198,7 +198,7 @@ def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
     """Return the part of the graph that computes the mask, as a separate model."""
     needed = _ancestors(mask)
-    # Caches are passed in float32, because some dtypes cannot be passed, and the mask depends only on their shapes.
+    # Caches are passed in float32, because some dtypes cannot be passed. The mask depends only on the caches' shapes.
     floating = ir.TensorType(ir.DataType.FLOAT)
     copies = {
         v: ir.Value(name=v.name, type=v.type if v.dtype == ir.DataType.INT64 else floating, shape=v.shape)

@@ -2,7 +2,7 @@
 
 ========== ===========================================================================================================
 portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21
-inplace    ``present = TensorScatter(past, new)``: one buffer, in which new rows are written to the first spare rows
+inplace    ``present = TensorScatter(past, new)``: one buffer, whose first spare rows receive the new rows
 genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
 ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
 ========== ===========================================================================================================
@@ -16,7 +16,7 @@ from typing import Literal
 from mla_compile.errors import OptionError, nearest
 
 CacheLayout = Literal["appended", "in place", "halves", "pages"]
-"""How a profile stores and updates a cache. The order is that of the table above."""
+"""How a profile stores and updates a cache, in the order of the table above."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Profile:
     Attributes:
         layout: the layout of the caches.
         minimum_onnxruntime: the oldest ONNX Runtime that loads the files.
-        runner: a description of the program that runs the files; empty if a
-            :class:`~mla_compile.onnx.session.Session` runs them. Such a program needs a single graph for prompts and
-            steps of any number of tokens, and it knows the inputs by name.
+        runner: a description of another program that runs the files; empty if a
+            :class:`~mla_compile.onnx.session.Session` runs them. Such a program finds inputs by name, and needs a
+            single graph for prompts and steps of any number of tokens.
         cpu: whether ONNX Runtime has all operators of the profile for the CPU.
         lists: whether the attention can read only the rows of listed keys.
     """

@@ -15,11 +15,11 @@ from mla_compile.onnx.op import ALIKE, LISTED, NAME
 def in_place(
     graph: ir.Graph, appends: Sequence[GrowingCache], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
 ) -> None:
-    """Turn caches into buffers. Each call writes the new rows from row ``total - query`` on.
+    """Turn caches into buffers. Each call writes its new rows into the buffers, from row ``total - query`` on.
 
-    ``total``: an input and an axis whose size is the number of all tokens. ``query``: the same for the number of new
-    tokens, or this number itself. Attention nodes with a mask read the buffer only as far as the mask extends.
-    WeighAlike receives the number of rows in use. Every other reader receives only the rows in use.
+    ``total``: the (input, axis) whose size is the number of all tokens. ``query``: the (input, axis) whose size is the
+    number of new tokens, or this number itself. Attention nodes with a mask read only the rows that the mask covers.
+    WeighAlike receives the number of used rows. Every other reader receives only the used rows.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)
@@ -68,14 +68,14 @@ def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir.Node, int]], rows: ir.Value) -> None:
-    """Replace the length of ``past`` in results of Shape nodes by ``rows``, the number of rows used before the call."""
+    """Let Shape nodes return ``rows``, the number of rows used before the call, as the length of ``past``."""
     for node, _ in readers:
         if node.op_type != "Shape":
             continue
         start, end = shape_range(node, 3)
         if not start <= 1 < end:
             continue
-        # The name contains that of the replaced node, because other nodes may read the length of the same cache.
+        # The replaced node's name makes the new names unique, because several nodes may read the length of a cache.
         edit = Editor(graph, node, f"{node.outputs[0].name}/in_use")
         parts = [edit.op("Shape", past, start=start, end=1)] if start < 1 else []
         parts.append(rows)
@@ -87,9 +87,9 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
 def halves(graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
     """Turn each layer's latent and rotary caches into two caches of equal shape: [B,1,T,(L+R)/2].
 
-    These hold the two halves of [latent, k_rope]. Returns their inputs and outputs as pairs, two pairs per layer, and
-    removes the old inputs and outputs from the graph. Raises :class:`ExportError` if the model has other caches than
-    pairs of latent and rotary key, and for a row of odd width.
+    The two caches hold the two halves of [latent, k_rope]. Returns the input and output of each, two pairs per layer,
+    and removes the old outputs from the graph. Raises :class:`ExportError` if the caches are not pairs of latent and
+    rotary key, or if a row has odd width.
     """
     pairs = [(s.latent, s.rope) for s in found]
     grouped = {index for pair in pairs for index in pair if index is not None}
@@ -158,7 +158,7 @@ def _shape_of_key(graph: ir.Graph, node: ir.Node, key: ir.Value) -> None:
     start, end = shape_range(node, 3)
     if end > 2:
         raise ExportError("profile 'genai' cannot be made: the graph asks for the width of a cache")
-    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # unique, as other nodes may read the same length
+    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # unique, because other nodes may read this length
     axes = {0: (0, 1), 1: (2, 3)}
     parts = [edit.op("Shape", key, start=axes[a][0], end=axes[a][1]) for a in range(start, end)]
     replace_input(node.outputs[0], edit.joined(parts), consumers(node.outputs[0]))

@@ -40,8 +40,8 @@ class Sampler:
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
         """Take one setting for all rows, or a list with one setting per row.
 
-        With one setting for all, rows draw different random numbers. With a list, a row's random numbers depend only on
-        its seed, not on its index in the batch.
+        With one setting, rows draw different random numbers. With a list, a row's random numbers depend only on its own
+        seed, not on its index in the batch.
         """
         if isinstance(sampling, Sampling):
             self._rows = tuple(
@@ -60,7 +60,7 @@ class Sampler:
 
         Raises :class:`ModelFileError` if the largest logit is not finite, for example after an overflow in the model.
         """
-        best = int(logits.argmax())  # argmax takes NaN for the largest number
+        best = int(logits.argmax())  # argmax treats NaN as the largest number
         if not np.isfinite(logits[best]):
             raise ModelFileError(
                 f"the model's logits for row {row} hold {logits[best]}, expected numbers: it overflowed its dtype, or "
@@ -70,7 +70,7 @@ class Sampler:
         if settings.temperature == 0 or settings.top_k == 1:
             return best
         tokens = _most_probable(logits, settings.top_k)
-        with np.errstate(over="ignore"):  # with a tiny temperature, all but the best overflow to -inf, as they should
+        with np.errstate(over="ignore"):  # at a tiny temperature, all weights except the best become 0, as they should
             weights = np.exp((logits[tokens].astype(np.float64) - logits[best]) / settings.temperature)
         sums = weights.cumsum()
         # The token that crosses p is included, so at least one token is kept.
@@ -80,7 +80,7 @@ class Sampler:
 
 
 def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
-    """Return the ``top_k`` most probable token ids (0: all), sorted by falling logit. Equal logits are sorted by id."""
+    """Return the ``top_k`` most probable token ids (0: all), by descending logit. Equal logits are sorted by id."""
     if 0 < top_k < len(logits):
         smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
         tokens = np.flatnonzero(logits >= smallest)  # more than k if several logits equal the k-th largest

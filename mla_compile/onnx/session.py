@@ -36,10 +36,10 @@ class Session:
         session_options: ``onnxruntime.SessionOptions``. Use them for one Session only, because a library is registered
             in them.
         verify_files: whether to compare the SHA-256 of every file. Sizes and external data are always checked.
-        load_prefill: whether to load the graph for prompts, if there is one. Without it the decode graph reads prompts,
-            which takes longer but loads the weights only once.
-        prefill_chunk: the number of prompt tokens per call. ``None`` reads a prompt in one call. In one call, the
-            scores of an attention are H x chunk x T numbers per prompt.
+        load_prefill: whether to load the graph for prompts, if there is one. If it is not loaded, the decode graph
+            reads prompts. This takes longer, but the weights are loaded only once.
+        prefill_chunk: the number of prompt tokens per call. ``None`` reads a prompt in one call. In one call, an
+            attention has H x chunk x T scores per prompt.
 
     Raises :class:`ModelFileError` if files, onnxruntime, its providers or a named library cannot be used, and
     :class:`OptionError` for an invalid value.
@@ -91,7 +91,7 @@ class Session:
         """Read prompts. Return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
 
         Shorter prompts are padded on the left. ``capacity``: the number of tokens that the state will hold, including
-        padding. Caches written in place are allocated for that many tokens. To hold more, they have to be copied.
+        padding. Caches written in place are allocated for this number of tokens. A longer state requires copying them.
         Raises :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)
@@ -147,7 +147,7 @@ class Session:
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # bound anew in each call, or it would overwrite the last call's logits
+        binding.bind_output("logits", "cpu")  # bound anew in each call, so that earlier logits are not overwritten
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)

@@ -16,7 +16,7 @@ from mla_compile.onnx.manifest import Cache
 if TYPE_CHECKING:
     from onnxruntime import IOBinding, OrtValue
 
-# numpy has no bfloat16. Its bits are passed as uint16, and ONNX Runtime receives bfloat16's ONNX type number, 16.
+# numpy has no bfloat16, so the bits of bfloat16 are passed as uint16. ONNX Runtime receives the ONNX type number 16.
 BITS: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 ELEMENT: dict[str, type[np.generic] | int] = {"float32": np.float32, "float16": np.float16, "bfloat16": 16}
 
@@ -66,12 +66,12 @@ class State:
         return np.ascontiguousarray(self._mask[:, :total])
 
     def bind(self, binding: IOBinding, total: int) -> None:
-        """Bind every cache for a call after which there are ``total`` tokens. Buffers that are too short grow first."""
+        """Bind every cache for a call that ends with ``total`` tokens. Buffers that are too short grow first."""
         for cache in self.caches:
             cache.bind(binding, self.length, total)
 
     def advance(self, outputs: Sequence[object], new_BS: Ints) -> None:
-        """Take the caches from a call's outputs, which follow the logits, and count the tokens that the call read."""
+        """Take the caches from a call's outputs, and count the tokens that the call read."""
         for at, cache in enumerate(self.caches, start=1):
             cache.take(outputs, at)
         self.length += new_BS.shape[1]
@@ -113,12 +113,12 @@ class _StateCache:
             self._value = self._ort.OrtValue(outputs[at])
 
     def _place(self, tokens: int) -> tuple[str, int, object, list[int], int]:
-        """Return the arguments for an io binding to bind the first ``tokens`` rows of the buffer."""
+        """Return the arguments that bind the first ``tokens`` rows of the buffer."""
         sizes = self._spec.sizes(self._batch, tokens)
         return self._device.type, self._device.id, ELEMENT[self._spec.dtype], sizes, int(self._buffer.data_ptr())
 
     def _grow(self, capacity: int, used: int) -> None:
-        """Move to a larger buffer. The copy in main memory is acceptable, because the size doubles, so this is rare."""
+        """Move to a larger buffer. The copy goes through main memory, but is rare, because the size doubles."""
         kept = (slice(None),) * (self._spec.axis or 0) + (slice(used),)
         rows = np.zeros(self._spec.sizes(self._batch, capacity), BITS[self._spec.dtype])
         rows[kept] = self._buffer.numpy()[kept]
@@ -126,7 +126,10 @@ class _StateCache:
         self._bound.clear()
 
     def _on_device(self, rows: npt.NDArray[np.generic]) -> OrtValue:
-        """Return an OrtValue. In main memory it is a view of the array, whose untouched rows use no memory yet."""
+        """Return an OrtValue.
+
+        In main memory, the value is a view of the array, whose untouched rows use no memory yet.
+        """
         return self._ort.OrtValue.ortvalue_from_numpy(rows, self._device.type, self._device.id)
 
 

@@ -56,7 +56,7 @@ def _squeeze(node: fx.Node, builder: Builder) -> None:
 
 
 def _slice_scatter(node: fx.Node, builder: Builder) -> None:
-    """Turn slice writes that together fill a new tensor into a concatenation.
+    """Replace slice writes by a concatenation if the writes together fill a new tensor.
 
     Before: ``slice_scatter(slice_scatter(new_empty, a, d, 0, n), b, d, n, end)``. After: ``cat([a, b], d)``.
     """
@@ -87,9 +87,9 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
 
 
 def _index_add(node: fx.Node, builder: Builder) -> None:
-    """Compute ``index_add`` in float32 instead of half precision, which runtimes on a CPU cannot scatter.
+    """Compute ``index_add`` in float32, because CPU runtimes cannot scatter half precision.
 
-    A chain of such additions, one for each expert, stays in float32 until its end.
+    A chain of ``index_add``, with one for each expert, stays in float32 until its end.
     """
     dtype = val(node).dtype
     if not dtype.is_floating_point or dtype.itemsize > 2:

@@ -7,7 +7,7 @@ In Python each kind of call has its own kernel. A library has fewer kernels:
 * Sizes and strides are arguments. Widths, dtype, tile and kind of mask are constants. Lengths are always passed, as
   int64. A call without ``seq_lens`` passes lengths beyond any capacity, which the kernel limits to the capacity.
 * The kernel for causal calls also serves calls that are not causal: S tokens of H heads become one token of S*H heads.
-  Only masks that differ between query rows, and windows, need separate kernels for both kinds of call.
+  Only masks that differ between query rows, and windows, need separate kernels for causal and other calls.
 * A single split writes the result directly (``direct``), unless the mask differs between query rows.
 * For masks that differ between query rows in a causal call, only the largest tile is compiled.
 """
@@ -64,7 +64,7 @@ TUNED = (NodeWidths(512, 64), NodeWidths(256, 32), NodeWidths(256, 64), NodeWidt
 
 @dataclass(frozen=True)
 class Tile:
-    """A row of the tuned table, fitted to a node's widths. It is for up to ``max_rows`` query rows (0: any number)."""
+    """A row of the tuned table, fitted to a node's widths, for at most ``max_rows`` query rows (0: any number)."""
 
     row: TunedTile
     smem: int
@@ -73,7 +73,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel for one architecture. ``step`` names the kernel; the other fields are what it is compiled for.
+    """One kernel for one architecture. ``step`` names the kernel. The other fields say what it is compiled for.
 
     ``dtype``: the dtype of the rows. ``query``: the dtype of query and result. ``mask``: one of ``MASKS`` for the
     attention, and ``bool`` or ``float`` for ``scan_mask``.

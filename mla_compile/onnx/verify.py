@@ -53,7 +53,7 @@ class TokenReader(Protocol):
 
 
 class ProgramRunner:
-    """Runs, in torch, the program from which a graph was translated, if ONNX Runtime cannot run the graph here."""
+    """Runs, in torch, the program of a graph that ONNX Runtime cannot run here."""
 
     def __init__(self, program: torch.export.ExportedProgram, lm: CausalLM) -> None:
         self.module = program.module()
@@ -114,7 +114,7 @@ def verify(
 ) -> Verification:
     """Compare the graphs with the original. Raise :class:`ExportError` if they differ by more than rounding.
 
-    ``reason``: why torch runs the programs, if ONNX Runtime does not run the graphs.
+    ``reason``: why torch runs the programs instead of ONNX Runtime; empty if ONNX Runtime runs the graphs.
     """
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:

@@ -13,9 +13,9 @@ _FLOAT = TensorProto.FLOAT
 
 
 class Writer:
-    """Collects nodes. A method that adds a node returns the name of its value. :meth:`result` instead takes a name.
+    """Collects nodes. A method that adds a node returns the name of the node's value. :meth:`result` receives the name.
 
-    ``prefix`` keeps the names in a branch distinct from the names outside, which the branch may read.
+    ``prefix`` keeps names in a branch distinct from outer names, which the branch may read.
     """
 
     def __init__(self, prefix: str = "v") -> None:
@@ -66,13 +66,13 @@ class Writer:
         return self.op("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def size(self, value: str, start: int, end: int | None = None) -> str:
-        """Return the sizes of axes ``start`` to ``end`` as a vector; without ``end``, only the size of ``start``."""
+        """Return the sizes of axes ``start`` to ``end`` as a vector. If ``end`` is None, return one size."""
         return self.op("Shape", value, start=start, end=start + 1 if end is None else end)
 
     def keys(self, *, masked: bool) -> str:
         """Return an attention's number of keys T, as a vector with one element.
 
-        With a mask, T is the number of its columns, because a cache may have more rows.
+        If there is a mask, T is its number of columns, because caches may have more rows.
         """
         return self.size("mask", 3) if masked else self.size("latent", 1)
 

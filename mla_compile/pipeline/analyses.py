@@ -1,7 +1,6 @@
-"""The analyses of a program: functions of :class:`~mla_compile.pipeline.manager.Analyses`, which keeps their results.
+"""The analyses of a program: functions whose results :class:`~mla_compile.pipeline.manager.Analyses` keeps.
 
-All of them assume a canonical program. :func:`canonicalize` makes a copy canonical for trials outside of the pass
-table.
+All analyses assume a canonical program. :func:`canonicalize` prepares a copy for trials outside of the pass table.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def linear_maps(known: Analyses) -> LinearMaps:
 
 
 def site_maps(known: Analyses) -> Maps:
-    """Return the linear maps from which K and V are made, including maps of rows that are copied for every head."""
+    """Return the linear maps of K and V. Rows that are copied for every head have maps, too."""
     found, own = known.get(sites), known.get(weights)
     shared = find_shared_rows(found, own, known.program.fake_mode)
     nearby = Nearby({site.node: [p.q.node for p in site.products] for site in found})
@@ -71,7 +70,7 @@ def site_maps(known: Analyses) -> Maps:
 
 
 def sliced_maps(known: Analyses) -> Maps:
-    """Return :func:`site_maps`, but a token slice of K or V may be a map of the same slice of the source rows."""
+    """Return :func:`site_maps`. In addition, slices of source rows may be sources of slices of K or V."""
     found = known.get(sites)
     return with_row_slices(found, with_groups(found, known.get(site_maps)))
 
@@ -80,7 +79,7 @@ def sliced_maps(known: Analyses) -> Maps:
 class Judgement:
     """An analysis that returns the verdict on each attention, in order.
 
-    ``sparse``: whether an attention may read only the keys of an index list. ``device``: the device whose costs are
+    ``sparse``: whether an attention may read only the keys of an index list. ``device``: the device for which costs are
     estimated; None means the program's device. ``slices``: whether slices of rows may be sources.
     """
 
@@ -100,7 +99,7 @@ class Judgement:
 
 
 def lost(known: Analyses) -> list[tuple[fx.Node, Stop]]:
-    """Return what looks like an attention but was not found or has no softmax, each with a :class:`Stop` as reason."""
+    """Return suspected attentions that were not found or have no softmax, each with a :class:`Stop` as reason."""
     graph, own, gm = known.program.gm.graph, known.get(weights), known.program.gm
     found = unfollowed(graph, own, known.get(sites))
     others = find_other_weights(graph, own)

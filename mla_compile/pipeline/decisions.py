@@ -28,11 +28,11 @@ from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState
 
 _LEGAL = Judgement("absorbed", "never", device=default_device("cpu"), slices=False)
-"""Judges whether absorbing is legal, not whether it is cheaper."""
+"""Judges only whether absorbing is legal, not whether it pays."""
 
 
 def stand_ins(state: PassState) -> int:
-    """Add plain operators as stand-ins for the operators of libraries."""
+    """Add plain operators as stand-ins for library operators."""
     program, graph = state.program, state.graph
     if has_flex(graph):  # readers of flex_attention's results are recognised only in canonical spelling
         for name in ("normalize", "views"):
@@ -52,11 +52,11 @@ def canonical(name: str) -> Callable[[PassState], int]:
 
 
 def latent_cache(state: PassState) -> int:
-    """Replace the K and V that the caller keeps by their rows.
+    """Replace K and V that the caller keeps by rows.
 
-    An attention's K and V are replaced only if the attention can then be absorbed. Rows are kept to be read directly,
-    not to be expanded in every call. If this fails for some attentions, a fresh copy is tried in which the caches of
-    these attentions stay as they are.
+    The K and V of an attention are replaced only if the attention can then be absorbed. Otherwise every call would have
+    to expand the rows. If some attentions cannot be absorbed, the replacement is tried again on a fresh copy without
+    these attentions.
     """
     if state.options.cache != "latent":
         return 0
@@ -65,7 +65,7 @@ def latent_cache(state: PassState) -> int:
     while True:
         kept = _keep(trial, state, refused)
         if not kept.sides:
-            # The analyses of this copy are valid for the passes that follow.
+            # The analyses of this copy are valid for the following passes.
             state.analyses = trial
             return 0
         wrong = kept.torn
@@ -83,9 +83,9 @@ def latent_cache(state: PassState) -> int:
 
 
 def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
-    """Return the attentions that would have to expand the rows that were kept for them."""
-    # Slices of rows must not be sources here. If there are no such slices, the final verdicts are checked first. They
-    # are needed anyway, and may already show that no attention expands its rows.
+    """Return the attentions that would have to expand their kept rows."""
+    # Slices of rows must not be sources in this check. If there are no such slices, the final verdicts are checked
+    # first. They are needed anyway, and may already show that no attention expands rows.
     if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
         return set()
     return kept.expanded(trial.get(_LEGAL))
@@ -113,7 +113,7 @@ def judge(state: PassState) -> int:
 
 
 def split_heads(state: PassState) -> int:
-    """Split attentions whose heads are computed differently, if a trial on a copy shows that this absorbs more."""
+    """Split attentions whose heads are computed differently, if a trial on a copy shows a gain."""
     candidates = set(_groups(state.analyses, (v for v in state.verdicts if v.site.node.name not in state.failed)))
     told: dict[str, Unsplit] = {}
     while candidates:
@@ -142,6 +142,6 @@ def _groups(known: Analyses, verdicts: Iterable[Verdict]) -> dict[str, HeadGroup
 
 
 def unfollowed(state: PassState) -> int:
-    """Note what looks like an attention but could not be analysed."""
+    """Record nodes that look like an attention but could not be analysed."""
     state.lost = state.analyses.get(lost)
     return len(state.lost)

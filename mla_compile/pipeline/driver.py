@@ -4,10 +4,9 @@ Three rules determine the order:
 
 * Canonicalisation comes first, so that analyses see one spelling of each operator.
 * All decisions come before all rewrites. An analysis never edits the graph: rows that no node holds are virtual
-  sources. What only a trial can decide (caches of rows, heads in groups) is tried on a copy, which is kept if it is
-  better.
-* Rewrites come last, and only apply decisions. ``verify`` compares the result with the graph before the rewrites. It
-  runs before the passes that replace the inputs of its checks (folding, narrowing of up-projections).
+  sources. Caches of rows and heads in groups are tried on a copy. If the copy is better, it replaces the program.
+* Rewrites come last, and only apply decisions. ``verify`` compares the rewritten graph with the graph before the
+  rewrites. Folding and narrowing come after ``verify``, because they replace tensors that its checks read.
 
 The input program is never changed.
 """
@@ -40,16 +39,18 @@ def run(
     recompiles: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
-    """Rewrite a copy of ``program`` as far as this is proved correct and pays.
+    """Rewrite a copy of ``program`` where this is proved correct and pays.
 
-    ``frozen``: the result is written to a file. Its weights will not change any more, so folding them costs nothing in
-    a call, and the kernels that will run it are unknown. ``own_cache``: with ``cache="latent"``, inputs that hold K and
-    V are assumed to be earlier results of the program itself. ``draw``: the report keeps a drawing of each attention.
-    ``recompiles``: the caller of the result checks its size guards and recompiles where they fail. ``refused``:
-    attentions that other ranks do not absorb, with the reason.
+    Args:
+        frozen: the result is written to a file. Its weights will not change, so folding costs nothing in a call. The
+            kernels that will run the file are unknown.
+        own_cache: if ``cache="latent"``, inputs that hold K and V are assumed to be earlier results of the program.
+        draw: the report keeps a drawing of each attention.
+        recompiles: the caller checks size guards, and recompiles if a guard fails.
+        refused: attentions that other ranks do not absorb, with the reason.
 
-    With ``options.verify`` every distinct rewritten site is compared with the original in float64. A site that fails
-    stays as it was; with ``options.strict`` it raises :class:`VerificationError`.
+    If ``options.verify``, every distinct rewritten site is compared with the original in float64. If a site fails, the
+    original stays. If ``options.strict``, a failed site raises :class:`VerificationError` instead.
     """
     request = PassRequest(options, frozen=frozen, own_cache=own_cache, draw=draw, recompiles=recompiles)
     failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
@@ -57,8 +58,8 @@ def run(
         state = PassState.begin(request, program, failed)
         state.records.append(PassRecord("capture", 0, program.capture.seconds))
         run_passes(PASSES, state)
-        # A failed site may have prevented another site from being absorbed, or may have been absorbed together with it.
-        # So everything is decided again without the failed sites. The loop ends because every round adds a failed site.
+        # A failed site may have influenced the decision on other sites. So everything is decided again without the
+        # failed sites. The loop ends because every round adds a failed site.
         while new := {node: check.problem for node, check in state.checks.items() if check.problem is not None}:
             if options.strict:
                 raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")

@@ -56,7 +56,7 @@ def by_heads(state: PassState) -> int:
 
 @dataclass
 class _Grouping:
-    """The work on one program: how many attentions were rewritten, and a note on each by the name of its node."""
+    """The work on one program: the number of rewritten attentions, and a note for each attention's node name."""
 
     state: PassState
     known: Analyses
@@ -65,9 +65,9 @@ class _Grouping:
     notes: dict[str, str] = field(default_factory=dict)
 
     def run(self, names: Collection[str] | None) -> None:
-        """Rewrite the large attentions among ``names``, or all.
+        """Rewrite the large attentions among ``names``; None means all.
 
-        With ``options.strict``, a failed check raises an error.
+        If ``options.strict``, a failed check raises an error.
         """
         checks = Checks(self.known.program.weights)
         for site in self.known.get(sites):

@@ -1,8 +1,8 @@
-"""The pass manager: it runs the passes of a table in order and keeps the analyses of a graph between them.
+"""The pass manager. It runs the passes of a table in order and keeps analyses between passes.
 
-An analysis is computed when a pass first needs it. It is kept until a pass changes the graph without listing the
-analysis as still valid. A pass that tries something works on a copy with analyses of its own. If the trial is better,
-the state adopts the copy and its analyses.
+An analysis is computed when a pass first needs it. If a pass changes the graph, all analyses are dropped except those
+in the pass's ``keeps``. A pass that tries something works on a copy with separate analyses. If the trial is better, the
+state adopts the copy and its analyses.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Analyses:
         self._kept: dict[Callable[[Analyses], object], object] = {}
 
     def get(self, analysis: Callable[[Analyses], _T]) -> _T:
-        """Return the result of ``analysis``. It is computed now unless an earlier result is still valid."""
+        """Return the result of ``analysis``. Compute it only if no valid result is kept."""
         if analysis not in self._kept:
             self._kept[analysis] = analysis(self)
         return cast("_T", self._kept[analysis])
 
     def invalidate(self, keeps: Collection[Callable[[Analyses], object]] = ()) -> None:
-        """Forget all analyses but ``keeps``, because the graph has changed."""
+        """Drop all analyses except ``keeps``, because the graph has changed."""
         self._kept = {analysis: result for analysis, result in self._kept.items() if analysis in keeps}
 
 
 class ManagedState(Protocol):
-    """What the passes of a table work on."""
+    """The state that the passes of a table read and write."""
 
     analyses: Analyses
     records: list[PassRecord]
@@ -51,7 +51,7 @@ class ManagedState(Protocol):
 
 @dataclass
 class GraphState:
-    """The state of passes over one graph; subclasses add what the passes of their table read and write.
+    """The state of passes over one graph. Subclasses add fields for the passes of a table.
 
     Attributes:
         analyses: the analyses of the current program.
@@ -76,11 +76,11 @@ class Pass(Generic[_S]):
 
     Attributes:
         name: the name in reports.
-        reads: what it reads, in words.
-        changes: what it changes, in words; empty for an analysis.
-        work: runs the pass, and returns how many changes it made, or how many things it found.
-        keeps: the analyses that are still valid after it has changed the graph.
-        once: whether it prepares the program. Such a pass is not repeated when the other passes run again.
+        reads: what the pass reads, in words.
+        changes: what the pass changes, in words; empty for an analysis.
+        work: runs the pass, and returns the number of changes or findings.
+        keeps: the analyses that are still valid after the pass has changed the graph.
+        once: whether the pass only prepares the program. It is not repeated when other passes run again.
     """
 
     name: str
@@ -98,13 +98,13 @@ def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
         found = one.work(state)
         if found and one.changes:
             _check(one, state.analyses.program)
-            if state.analyses is before:  # otherwise the pass adopted a trial, whose analyses are valid
+            if state.analyses is before:  # otherwise the pass adopted a trial with valid analyses
                 state.analyses.invalidate(one.keeps)
         state.records.append(PassRecord(one.name, found if one.changes else 0, time.perf_counter() - start))
 
 
 def _check(one: Pass[Any], program: Program) -> None:
-    """Lint the graph, and require metadata on its new nodes. Captured nodes may lack metadata."""
+    """Lint the graph, and require metadata on new nodes. Captured nodes may lack metadata."""
     try:
         program.gm.graph.lint()
     except RuntimeError as error:

@@ -30,14 +30,15 @@ class Outcome:
         program: the rewritten copy.
         report: the verdict on every attention.
         absorbed: the number of rewritten sites.
-        variants: the costs of sites that are absorbed only in some calls: each call runs ``program`` or ``long``.
-        base: the program in which sites were absorbed: the captured program, or the program whose cache holds rows.
+        variants: the costs of sites that only some calls absorb. These calls run ``program``, and other calls run
+            ``long``.
+        base: the program before absorption: the captured program, or the program whose cache holds rows.
         sites: for each entry of the report, the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
-        expanded: a copy of ``base`` for the calls that run expanded, with large attentions computed for a few heads at
-            a time; None if there are none.
-        warnings: messages about what is correct but slower than requested. They are not verdicts of the report.
-        fused: the number of attentions that the model's own code absorbs and that one operator now replaces.
+        expanded: a copy of ``base`` that computes large expanded attentions for a few heads at a time; None if there
+            are no large attentions.
+        warnings: messages about code that is correct but slower than requested. They are not verdicts.
+        fused: the number of hand-absorbed attentions (absorbed in the model's code) that one operator now replaces.
     """
 
     program: Program
@@ -53,7 +54,7 @@ class Outcome:
 
     @property
     def long(self) -> Program:
-        """The program for calls in which absorption does not pay: ``base``, or ``expanded`` if there is one."""
+        """The program for calls in which absorption does not pay: ``expanded`` if it exists, else ``base``."""
         return self.base if self.expanded is None else self.expanded
 
 
@@ -93,7 +94,7 @@ def outcome_of(state: PassState, name: str) -> Outcome:
 
 
 def _settled(program: Program) -> Program:
-    """Restore the library operators of the program where they are still needed, and return it."""
+    """Restore library operators that are still needed, and return the program."""
     settle(program.gm.graph)
     remove_dead_code(program.gm.graph)
     program.gm.recompile()
@@ -112,7 +113,7 @@ def _check_collectives(program: Program, done: Outcome) -> None:
 
 
 def _noted(report: SiteReport, name: str, state: PassState) -> SiteReport:
-    """Return the report on an attention with the notes and cache sizes recorded for ``name``."""
+    """Add the note and the cache sizes that were recorded for ``name`` to a report."""
     note, kept = state.head_notes.get(name), state.held.get(name)
     notes = report.notes if note is None else (*report.notes, note)
     if kept is None:
@@ -136,7 +137,7 @@ def _site_cost(verdict: Verdict) -> SiteCost:
 
 
 def _rows_told(program: Program) -> Iterator[str]:
-    """Yield messages on rows that are appended in place, and on rows that ranks send each other or share."""
+    """Yield messages about rows that are appended in place, and about rows that ranks send or share."""
     appended = sum(one.input is not None and not one.shared for one in program.appends)
     if appended:
         yield _APPENDED.format(count=appended, s="s" * (appended != 1))
@@ -153,7 +154,7 @@ def _rows_told(program: Program) -> Iterator[str]:
 
 
 def _packed_told(program: Program) -> tuple[str, ...]:
-    """Return notes on what ``cache_dtype="fp8"`` did to the rows of a program's cache, with the measured error."""
+    """Return notes about the effect of ``cache_dtype="fp8"`` on cached rows, with the measured error."""
     recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
     widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
     if not widths:

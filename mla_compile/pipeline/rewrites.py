@@ -1,4 +1,4 @@
-"""Passes that rewrite attentions and what surrounds them, according to the verdicts."""
+"""Passes that rewrite attentions and surrounding code according to the verdicts."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {p
 
 
 def absorb(state: PassState) -> int:
-    """Rewrite attentions that are worth absorbing, and those that the model's code absorbs if a kernel runs them."""
+    """Absorb attentions if this pays. Replace hand-absorbed attentions by the operator if a kernel runs it."""
     state.verdicts = [_unless_failed(v, state) for v in state.verdicts]
-    # Find these rows before absorbing. Attentions still read the returned rows and the graph's inputs. Absorbed
-    # attentions read the sources of these tensors.
+    # Find the rows that ranks will share before absorbing. Absorbed attentions read sources instead of returned rows
+    # and inputs.
     if state.program.capture.sharing is not None:
         state.shared = begun_rows(state.program, state.verdicts)
     _note_caches(state)
-    # The graph is copied before the first rewrite, because the "before" drawing needs the original nodes.
+    # Copy the graph before the first rewrite, because the "before" drawing needs the original nodes.
     if state.request.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analyses.get(weights)})
     lengths, fake_mode = Lengths(), state.program.fake_mode
@@ -90,9 +90,9 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # It is not known which kernels will run a file, so only steps over shared rows are fused in it. In calls with
-        # many queries, the listed rows of all queries would be gathered if there is no kernel. Hand-absorbed attentions
-        # keep their operators, which every runtime has and which copy no row to every head.
+        # The kernels that will run a file are unknown, so a file gets the operator only for steps over shared rows. In
+        # calls with many queries, code without a kernel would gather the listed rows of all queries. Other
+        # hand-absorbed attentions keep their operators: every runtime has them, and no row is copied to every head.
         in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
         if not (in_file if state.request.frozen else state.request.target.runs(val(fusion.plan.latent.node))):
             continue
@@ -102,9 +102,9 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
 
 
 def verify(state: PassState) -> int:
-    """Check each distinct site once, and use the result for all sites that are the same computation.
+    """Check each distinct site once, and use the result for all sites with an equal computation.
 
-    An attention that was split by heads is compared with its original as a whole.
+    If an attention was split by heads, the whole attention is compared with the original.
     """
     if (untouched := state.untouched) is None:
         return 0
@@ -122,7 +122,7 @@ def verify(state: PassState) -> int:
 
 
 def index(state: PassState) -> int:
-    """Compute the scores of each indexer with one operator, if an attention reads its index list."""
+    """Compute each indexer's scores with one operator, if an attention reads the indexer's list."""
     if state.options.lowering == "aten":
         return 0
     plans = [v.plan for v in state.chosen if v.plan is not None]
@@ -161,7 +161,7 @@ def fold_weights(state: PassState) -> int:
 
 
 def dequantize_once(state: PassState) -> int:
-    """Keep dequantized weights of absorbed attentions as inputs, where that saves time."""
+    """Take dequantized weights of absorbed attentions as inputs if this saves time."""
     if state.options.dequantize == "step" or not state.rewritten:
         return 0
     own, mode = state.analyses.get(weights), state.options.dequantize
@@ -169,13 +169,13 @@ def dequantize_once(state: PassState) -> int:
 
 
 def narrow_projections(state: PassState) -> int:
-    """Compute only the part of an up-projection that is still read."""
+    """Compute only the columns of an up-projection that are still read."""
     alone = [pair for v in state.chosen for pair in v.narrowed]
     return narrow.narrow(alone, state.analyses.get(linear_maps)) if alone else 0
 
 
 def settle(state: PassState) -> int:
-    """Restore the operators of libraries whose stand-ins are still read."""
+    """Restore library operators whose stand-ins are still read."""
     if not any(map(stand_in.waits, state.graph.nodes)):
         return 0
     done = stand_in.settle(state.graph)
@@ -193,7 +193,7 @@ def project(state: PassState) -> int:
 
 
 def few_rows(state: PassState) -> int:
-    """Replace products with weights by the operator for few rows, where its kernel is faster."""
+    """Replace products with weights by the operator for few rows if its kernel is faster."""
     if not _native_products(state) or not (state.rewritten or state.fused):
         return 0
     own, target = state.analyses.get(read_weights), state.request.target
@@ -208,14 +208,14 @@ def _heads(state: PassState) -> Heads | None:
 
 
 def _native_products(state: PassState) -> bool:
-    # With several ranks, each would choose by its own measurements. But all ranks compute the next token, and their
-    # results must agree to the last bit.
+    # Each of several ranks would choose according to its own measurements. But all ranks compute the next token, and
+    # their results must be bitwise equal.
     options = state.options
     return options.products == "native" and options.lowering != "aten" and state.request.target.ranks == 1
 
 
 def share(state: PassState) -> int:
-    """Rewrite attention to read this rank's rows, if all caches that ranks share allow it."""
+    """Rewrite attention to read only this rank's rows, if all shared caches allow this."""
     program = state.program
     if not program.capture.shared:
         return 0
@@ -225,7 +225,7 @@ def share(state: PassState) -> int:
         return sum(one.shared for one in program.appends)
     buffers = program.capture.shared.intersection(program.mutations)
     if several:
-        state.shared |= grown_rows(program)  # a prompt: ranks share its rows after the call
+        state.shared |= grown_rows(program)  # a prompt: ranks share the new rows after the call
     elif program.capture.shared - buffers:
         state.warnings += (_UNSHARED.format(problem=problem),)
     if buffers and not several and not _is_prompt(state):
@@ -234,7 +234,7 @@ def share(state: PassState) -> int:
 
 
 def _is_prompt(state: PassState) -> bool:
-    """Whether the call has too many queries for absorbing to pay, in all latent attentions."""
+    """Whether absorbing does not pay in any latent attention because the call has too many queries."""
     codes = {v.code for v in state.verdicts if v.plan is not None}
     return codes == {Code.COST_PREFILL}
 
@@ -252,7 +252,7 @@ def append(state: PassState) -> int:
     attended = state.fused or any(v.plan is not None for v in state.verdicts)
     if state.options.appends != "in_place" or not attended:
         return 0
-    # If each call chooses between two programs, both take the same inputs, so neither writes in place.
+    # If each call chooses between two programs, the two must take equal inputs, so neither writes in place.
     count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
     if state.program.capture.sharing is not None and _one_form(state):
         shared = state.program.capture.shared or any(one.shared for one in state.program.appends)

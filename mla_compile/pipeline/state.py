@@ -28,7 +28,7 @@ from mla_compile.pipeline.target import Target, this_machine
 
 @dataclass(frozen=True)
 class PassRequest:
-    """What is requested of the passes; the flags are those of :func:`mla_compile.pipeline.run`."""
+    """What is requested of the passes. :func:`mla_compile.pipeline.run` describes the flags."""
 
     options: Options
     frozen: bool = False
@@ -41,8 +41,8 @@ class PassRequest:
     def fold(self) -> Fold:
         """The option ``fold``. "auto" becomes "never" unless weights are frozen.
 
-        If weights can change, every call has to compare the weights of each fold with copies, which reads more bytes
-        than any fold saves.
+        If weights can change, every call compares each fold's weights with copies. The comparison reads more bytes than
+        the fold saves.
         """
         return "never" if self.options.fold == "auto" and not self.frozen else self.options.fold
 
@@ -57,8 +57,8 @@ class PassState:
     """One program on its way through the passes.
 
     Attributes:
-        captured: the program as it was captured, which is never changed.
-        base: the program in which attentions are absorbed: the captured one, or a copy changed by preparing passes.
+        captured: the captured program, which is never changed.
+        base: the program before absorption: ``captured``, or a copy that preparing passes have changed.
         failed: maps the name of each attention that must stay unchanged to a code and a reason.
     """
 
@@ -92,7 +92,7 @@ class PassState:
         failed: Mapping[str, tuple[Code, str]],
         base: Program | None = None,
     ) -> PassState:
-        """Return the state before the passes, on a copy of ``base``; the default for ``base`` is ``captured``."""
+        """Return the state before the passes, on a copy of ``base``. ``base`` defaults to ``captured``."""
         base = captured if base is None else base
         return cls(request, captured, base, failed, Analyses(copy_with_origins(base)))
 
@@ -124,7 +124,7 @@ class PassState:
 
     @cached_property
     def untouched(self) -> Mapping[str, fx.Node] | None:
-        """The nodes of ``base`` by name, with which rewrites are compared; None if nothing is verified."""
+        """The nodes of ``base``, by name, for comparison with rewrites; None if nothing is verified."""
         if not self.options.verify:
             return None
         own = copy_with_origins(self.base) if self.base is self.captured else self.base

@@ -1,4 +1,4 @@
-"""The table of the passes over a program, in order: what each reads, what it changes, and how it runs."""
+"""The table of the passes over a program, in order: what each pass reads and changes, and its function."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", absorb),
     Pass("verify", "the rewritten and the untouched graph", "", verify),
     Pass("index", "index lists", "scores of indexers, to one operator", index),
-    # `narrow` and `fold` run before `dequantize`, because the linear maps do not know its new inputs as weights.
+    # `narrow` and `fold` run before `dequantize`: linear maps do not treat the new inputs of `dequantize` as weights.
     Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", fold_weights),
     Pass(

@@ -1,4 +1,4 @@
-"""Repeated parts of a graph, such as the layers of a model, which are compiled once and called for each repetition.
+"""Compile a repeated part of a graph, such as a layer, only once, and call it for each repetition.
 
 ``find`` finds these parts, ``split`` makes a graph that calls them.
 """

@@ -1,4 +1,4 @@
-"""Find where a graph repeats: stretches of calls that are equal except for the tensors that they receive."""
+"""Find repetitions in a graph: stretches of calls that differ only in the tensors they receive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CallSequence = Sequence[fx.Node]
 """Calls in the order of the graph."""
 
 LEAST_TIMES = 3
-"""The fewest repetitions that pay: each call of a compiled part costs some microseconds in every step."""
+"""The minimum number of repetitions. Each call of a compiled part costs some microseconds in every step."""
 LEAST_LENGTH = 64
-"""The fewest calls in a repetition: shorter ones are experts or heads, and a layer has a hundred calls or more."""
+"""The minimum number of calls in a repetition. Layers have at least a hundred calls; experts and heads have fewer."""
 
 
 def cut(steps: CallSequence) -> list[list[CallSequence]]:
-    """Cut ``steps`` into stretches, in order. What repeats is cut into its repetitions; anything else stays whole.
+    """Cut ``steps`` into lists of stretches, in order. A list holds repetitions, or one stretch that does not repeat.
 
     Repetitions have equal calls, but their inputs may differ: see :func:`form`.
     """
@@ -44,7 +44,7 @@ def form(steps: CallSequence) -> tuple[Hashable, list[fx.Node]]:
 
 
 def _cut(steps: CallSequence, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[CallSequence]]:
-    """Cut ``steps``, which begin at position ``first`` of all steps, at their most repeated stretch."""
+    """Cut ``steps`` at the most repeated stretch. ``first`` is the position of ``steps`` in the whole sequence."""
     if not steps:
         return []
     found = _most_repeated(labels)
@@ -58,10 +58,7 @@ def _cut(steps: CallSequence, labels: torch.Tensor, last_uses: list[int], first:
 
 
 def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
-    """Find the stretch whose repetitions save most.
-
-    Return its start, the length of a repetition, and its total length.
-    """
+    """Find the repetitions that save most. Return their start, the length of one repetition, and the total length."""
     best: tuple[int, int, int] | None = None
     saved = 0
     for length in range(LEAST_LENGTH, len(labels) // LEAST_TIMES + 1):
@@ -76,7 +73,7 @@ def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: int) -> tuple[int, int, int]:
-    """Return start, length and number of repetitions, cut where the fewest tensors pass to the next repetition."""
+    """Return start, length and number of repetitions. Cut where the fewest tensors are passed on."""
 
     def handed(offset: int) -> int:
         end = first + start + offset + length
@@ -90,7 +87,7 @@ def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: i
 def _last_uses(steps: CallSequence) -> list[int]:
     """Return the position at which each tensor is last read.
 
-    Numbers are ignored (-1), because passing them on is almost free.
+    Numbers get -1, because passing numbers between parts is almost free.
     """
     places = {node: place for place, node in enumerate(steps)}
     tensors = (isinstance(node.meta.get("val"), torch.Tensor) for node in steps)
@@ -103,8 +100,8 @@ def _last_uses(steps: CallSequence) -> list[int]:
 def _label(node: fx.Node) -> Hashable:
     """Return the key of a call without its tensor inputs.
 
-    The storage offset of the result is left out. It follows from the inputs, but torch may report different offsets for
-    equal calls: a tensor from the fake tensor cache may have another offset than the tensor of the first trace.
+    The key leaves out the result's storage offset, because torch may report different offsets for equal calls: the fake
+    tensor cache may return another offset than the first trace.
     """
     given = tuple(
         each(value, lambda v: None if isinstance(v, fx.Node) else constant_of(v)) for value in (node.args, node.kwargs)

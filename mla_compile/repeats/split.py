@@ -1,4 +1,4 @@
-"""Split a graph into calls of its parts. Equal stretches share one part, which is a graph of its own."""
+"""Split a graph into calls of parts. A part is a separate graph, and equal stretches share one part."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mla_compile.repeats.stretches import (
 def split(
     gm: fx.GraphModule, example_inputs: Sequence[object]
 ) -> tuple[fx.GraphModule, dict[str, list[object]]] | None:
-    """Return the graph as calls of submodules, and for each submodule's name the example inputs of its first call.
+    """Return the graph as calls of submodules, and a dict from submodule name to the example inputs of its first call.
 
-    ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A part
-    takes the values it reads and returns one flat tuple.
+    ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A
+    submodule takes the values it reads and returns one flat tuple.
 
-    Returns None if nothing repeats or if parts cannot be compiled separately. The latter happens if a part may write to
-    a tensor that it also reads as another input, if values between parts may be tensor subclasses, or if sizes may
-    depend on data.
+    Returns None if nothing repeats or if parts cannot be compiled separately. Parts cannot be compiled separately in
+    three cases: a part may receive memory through two inputs and write to it, values between parts may be tensor
+    subclasses, or sizes may depend on data.
     """
     source = copy_graph(gm.graph)
     inputs = [node for node in source.nodes if _is_given(node)]
@@ -67,15 +67,15 @@ def split(
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    # Do not make lazy modules: a lazy module calls itself when it runs, and a user's global hooks would see that call.
+    # Lazy modules are avoided, because they call themselves when they run, and users' global hooks would see the call.
     return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
 def _write_early(graph: fx.Graph) -> None:
-    """Move each write up to the last reader of the value that it replaces.
+    """Move each write of an input directly after the last read of the input's old value.
 
-    mla_compile's graphs write new values of inputs at the end of the graph; only appended rows are written where they
-    are computed. A write may move up to the point after which nothing reads the old value, directly or through a view.
+    In mla_compile's graphs, inputs are written at the end of the graph, except for appended rows. Reads through views
+    count as reads of the input.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -100,7 +100,7 @@ def _is_given(node: fx.Node) -> bool:
 def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, object]) -> bool:
     """Whether a stretch writes to memory that it may receive through two inputs.
 
-    A part is compiled for inputs with separate memory, as in its first call.
+    A part is compiled for its first call, whose inputs have separate memory.
     """
     storages = Counter(memory_of(value) for value in examples.values() if isinstance(value, torch.Tensor))
     for one in found:
@@ -129,14 +129,14 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the tensor of which a node is a view, directly or indirectly."""
+    """Follow views back to their source, and return the source."""
     while (source := view_source(node)) is not None:
         node = source
     return node
 
 
 def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
-    """Return the graph inputs for the sizes that a stretch uses but does not take as inputs; None if one is unknown."""
+    """Return the graph inputs for sizes that a stretch uses and has no input for; None if a size is unknown."""
     given = {_symbol(node) for node in one.inputs}
     symbols = set[object]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))
@@ -145,7 +145,7 @@ def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
 
 
 def _symbol(node: fx.Node) -> object:
-    """Return the symbol that is the value of a node; None for any other value, including a compound expression."""
+    """Return a node's value if it is a single symbol; None for any other value, including compound expressions."""
     expression = _expression(node.meta.get("val"))
     return expression if getattr(expression, "is_symbol", False) else None
 

@@ -1,4 +1,4 @@
-"""Cut a graph into stretches of calls. Stretches of one kind compute the same function of their inputs."""
+"""Cut a graph into stretches of calls. Stretches of one kind compute the same function."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mla_compile.repeats.find import LEAST_TIMES, CallSequence, cut, form
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive calls, the values they read from outside, and the positions of calls whose results are read outside.
+    """Consecutive calls, the values read from outside, and the positions of calls whose results are read outside.
 
-    Stretches of one ``kind`` compute the same function of their inputs.
+    Stretches of one ``kind`` compute the same function.
     """
 
     steps: CallSequence
@@ -34,7 +34,7 @@ def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | Non
     """Return the graph cut into stretches of few kinds; None if there are as many kinds as stretches.
 
     ``graph`` has ``meta["val"]`` on every node. It is changed: items of tuples are moved next to their tuple.
-    ``given``: nodes that exist before anything is computed, and belong to no stretch.
+    ``given``: nodes that exist before any computation. They belong to no stretch.
     """
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
@@ -83,7 +83,7 @@ def values_of(nodes: Sequence[fx.Node]) -> Iterator[object]:
 
 
 def memory_of(value: torch.Tensor) -> int:
-    """Return the identity of the memory of a tensor that is alive."""
+    """Return the identity of a live tensor's memory."""
     try:
         return int(StorageWeakRef(value.untyped_storage()).cdata)
     except NotImplementedError:  # a subclass may have no memory of its own

@@ -1,7 +1,7 @@
 """Records, text and an HTML page about what was done to a model, and why not more.
 
-``Report`` and ``SiteReport`` are imported on first use: if ``TORCH_LOGS`` names a package, torch imports all of its
-modules before torch itself is usable.
+``Report`` and ``SiteReport`` are imported on first use. If ``TORCH_LOGS`` names this package, torch imports the
+package's modules before torch itself is usable.
 """
 
 from __future__ import annotations

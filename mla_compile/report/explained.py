@@ -1,4 +1,4 @@
-"""What ``mla-compile explain`` adds to the report: caches of several kinds, the cost of a token, and the choices."""
+"""The tables of ``mla-compile explain``: caches of several kinds, the cost of a token, break-even and folds."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from mla_compile.report.wording import queries
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
-"""The number of KV heads, a common choice, when caches are compared with GQA; a model with GQA uses its own number."""
+"""The number of KV heads in a comparison with GQA (a common choice). A GQA model's own number replaces it."""
 _UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
-"""Families whose cache may hold K and V, or tensors from which every step recomputes K and V.
-
-It is unknown which of the two a model caches.
-"""
+"""Families for which the contents of the cache are unknown: K and V, or tensors from which K and V are recomputed."""
 
 
 @dataclass(frozen=True)
 class CacheRow:
-    """One kind of cache: values per token of the most frequent kind of layer, and bytes per sequence by context."""
+    """One kind of cache: values per token in the most frequent kind of layer, and bytes per sequence by context."""
 
     kind: str
     meaning: str
@@ -40,7 +37,7 @@ class CacheRow:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """The FLOPs and bytes of the whole model for one decoded token of one sequence, in one form, for each context."""
+    """FLOPs and bytes of the whole model for one decoded token in one form. Tuples have a value per context."""
 
     form: str
     flops: tuple[int, ...]
@@ -49,7 +46,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class FoldSide:
-    """A product of weights that can be folded: the values read per token and layer, chained and folded."""
+    """A product of weights that can be folded. ``chained`` and ``folded`` are values read per token and layer."""
 
     side: Literal["query", "output"]
     product: str
@@ -64,12 +61,10 @@ class FoldSide:
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """Break-even and folds of the sites of one size.
+    """Break-even and folds of sites with equal sizes.
 
-    Seconds are estimates of the cost model for a GPU and a long context.
-
-    ``folds``: the sides whose widths are known. ``folded_s``: the time with both sides folded; ``None`` if a width is
-    unknown.
+    Seconds are estimates of the cost model for a GPU and a long context. ``folds``: the sides with known widths.
+    ``folded_s``: the time if both sides are folded; ``None`` if a width is unknown.
     """
 
     dims: Dims
@@ -83,14 +78,14 @@ class SiteChoice:
 
     @property
     def when_absorbing_pays(self) -> str:
-        """The number of queries below which absorbing takes fewer FLOPs, for each context, in words."""
+        """A sentence with the number of queries below which absorbing takes fewer FLOPs, for each context."""
         at = ", ".join(f"{queries(s)} at {T // 1024}k" for s, T in zip(self.break_even, CONTEXTS, strict=True))
         long = queries(self.break_even_long)
         return f"absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})"
 
     @property
     def whether_folding_pays(self) -> str:
-        """The sides to fold, and the seconds that decide it, in words."""
+        """A sentence with the sides to fold and the estimated times."""
         if not self.folds:
             return "unknown, because the widths of the query and the output projection are"
         times = f"about {seconds(self.chained_s)} chained"
@@ -113,7 +108,7 @@ class Explained:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes that are needed to read the tables, or the reason why there are no tables."""
+        """Notes on the tables, or the reason why there are no tables."""
         count = self.facts.in_part
         if not count:
             return self.facts.notes
@@ -139,10 +134,7 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """Return the tables of one model.
-
-    Cached values take ``element_bytes``, and so do weights that are not stored quantized.
-    """
+    """Return the tables of one model. ``element_bytes``: the size of cached values and of unquantized weights."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
@@ -152,7 +144,7 @@ def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
 def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
     """Return all kinds of cache for the model's heads and widths.
 
-    ``d`` is half the width of a head's K and V together.
+    The letter ``d`` is the mean width of a head's K and V.
     """
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
@@ -189,7 +181,7 @@ def _values(formula: sympy.Expr, letters: Mapping[str, float], groups: int) -> i
 
 
 def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
-    """Return the cost of a decoded token per context and form. If weights are unknown, only attentions are counted."""
+    """Return the cost of a decoded token per form and context. Unknown weights are not counted."""
     active, stored = model.weights.active, model.stored
     read = model.weights.share_read(stored) if stored else element * active
     if model.in_part or model.family in _UNTOLD:
@@ -201,16 +193,16 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
         flops = tuple(2 * active + per_token * T for T in contexts)
         moved = tuple(int(read + element * model.cache_values * T) for T in contexts)
         return (TokenCost("as it is", flops, moved),)
-    # The formulas of the forms include the up-projections of K and V, which each form uses differently.
+    # The formulas include the up-projections of K and V, because each form uses them differently.
     ups = model.over_sites(lambda d: d.H * d.L * (d.N + d.V))
     rest = active - ups if model.weights.total else 0
     rest_bytes = read - element * ups if model.weights.total else 0
-    # The expanded form reads the up-projections as stored, the absorbed form reads them dequantized.
+    # The expanded form reads stored up-projections, the absorbed form reads dequantized up-projections.
     more = 0, stored.kept_bytes - stored.read_in_their_place if stored else 0
     forms: list[tuple[str, Form]] = [("expanded", "expanded"), ("absorbed", "chained")]
     if any(site.chosen is not None for site in model.latent):
         forms.append(("sparse", "sparse"))
-    # Choosing keys costs the same in every form.
+    # The cost of choosing keys does not depend on the form.
     chooses = (
         sum(s.count * s.choosing_flops for s in model.latent),
         sum(s.count * s.choosing_bytes for s in model.latent),

@@ -18,9 +18,9 @@ Family = Literal[
 """The kind of attention in a model.
 
 ``refused``: no site is proved to be MLA, and some sites are refused. ``kept``: the latent of the sites is no narrower
-than K and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form. ``shared
-rows``: heads share rows that are both key and value, and no weight expands these rows into K or V. ``not MLA``: MHA,
-GQA or MQA, but the report does not say which of them.
+than K and V. ``absorbed by hand``: in the model's code, all sites with a latent are already absorbed. ``shared rows``:
+heads share rows that are both key and value, and no weight expands these rows into K or V. ``not MLA``: MHA, GQA or
+MQA, but the report does not say which kind.
 """
 
 
@@ -30,10 +30,10 @@ class Weights:
 
     Attributes:
         total: all parameters; tied parameters are counted once.
-        lookup: the input embedding, of which a token reads one row; 0 if it is also the output projection.
+        lookup: the input embedding, a table from which a token reads one row; 0 if it is also the output projection.
         experts: the routed experts of all layers.
-        expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
-        vocabulary: the width of the logits; 0 if it is unknown which projection makes them.
+        expert_count, expert_top_k: routed experts per layer, and experts that a token uses on average.
+        vocabulary: the width of the logits; 0 if unknown.
     """
 
     total: int
@@ -64,9 +64,9 @@ class Weights:
 class LatentSites:
     """``count`` attention sites of the same sizes that read one latent row per token.
 
-    ``whole``: the sites are absorbed neither in part nor by groups of heads; only then do the formulas of an attention
-    hold. ``chosen``: the number of keys that a query attends to, ``None`` for all. ``choosing_flops``,
-    ``choosing_bytes``: the cost per context token of choosing these keys, 0 if another attention chose them.
+    ``whole``: the sites are not absorbed in part or by groups of heads. The cost formulas hold only for whole sites.
+    ``chosen``: the number of keys that a query attends to, ``None`` for all. ``choosing_flops``, ``choosing_bytes``:
+    the cost per context token of choosing these keys, 0 if another attention chose the keys.
     """
 
     dims: Dims
@@ -82,11 +82,11 @@ class LatentSites:
 class CachedLayers:
     """``count`` layers with equal caches: the heads and widths of the cached keys and values.
 
-    ``besides``: cached values per token that are neither keys nor values, for example those of an indexer. ``every``:
-    how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of latest tokens that each
-    have a row in addition. ``value_width`` is 0 if one row is both key and value. ``chosen``: how many of the kept rows
-    an indexer picks, 0 for all; ``choosing_flops`` is its cost per row. ``waiting_bytes``: the bytes held for each
-    token that has no row yet. ``state_bytes``: the bytes of a state that does not grow.
+    ``value_width`` is 0 if one row is both key and value. ``besides``: cached values per token that are neither keys
+    nor values, for example the values of an indexer. ``every``: the number of tokens that a row represents; 0 if no row
+    is kept for good. ``window``: the number of latest tokens that have an additional row each. ``chosen``: the number
+    of kept rows that an indexer picks, 0 for all. ``choosing_flops``: the indexer's cost per row. ``waiting_bytes``:
+    the bytes for each token that has no row yet. ``state_bytes``: the bytes of a state that does not grow.
     """
 
     key_heads: int
@@ -114,9 +114,9 @@ class CachedLayers:
         return int(found) if found == int(found) else found
 
     def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
-        """Return the bytes held in addition to the rows of ``tokens`` tokens: for tokens without a row and for a state.
+        """Return the bytes for tokens without a row and for the state, after ``tokens`` tokens.
 
-        ``most``: return the most bytes for any number of tokens up to ``tokens``.
+        ``most``: return the maximum for any number of tokens up to ``tokens``.
         """
         waiting = min(tokens, self.every - 1) if most else tokens % self.every if self.every else 0
         return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)
@@ -137,8 +137,8 @@ class CachedLayers:
 class Drafting:
     """``count`` layers that predict tokens after the next one (multi-token prediction).
 
-    ``layer`` describes one of these layers as a model by itself. It makes its logits with the model's output
-    projection, which is not counted among the layer's weights.
+    ``layer`` describes one of these layers as a separate model. Its weights do not include the output projection,
+    because that projection belongs to the model.
     """
 
     count: int
@@ -147,11 +147,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Facts:
-    """One model as ``explain`` and ``plan`` see it. Query ``heads`` and model ``width`` may be unknown.
+    """Facts about one model, for ``explain`` and ``plan``. Query ``heads`` and model ``width`` may be unknown.
 
-    ``sites`` and ``messages`` are those of the model's report. ``stored`` describes the weights of a quantized
-    checkpoint; ``None`` if they are not known to be quantized. ``drafting`` is ``None`` if the config names no drafting
-    layers; ``weights`` and ``cached`` do not include these layers.
+    ``sites`` and ``messages`` come from the model's report. ``stored`` describes the weights of a quantized checkpoint;
+    it is ``None`` for other checkpoints. ``drafting`` is ``None`` if the config names no drafting layers. ``weights``
+    and ``cached`` do not include drafting layers.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Facts:
 
     @property
     def head_values(self) -> int:
-        """The number of weights into and out of the heads of the latent sites, as far as their widths are known."""
+        """The number of weights into and out of the heads of latent sites. Weights of unknown width are left out."""
         return self.over_sites(_head_values)
 
     def over_sites(self, what: Callable[[Dims], int]) -> int:
@@ -193,7 +193,7 @@ class Facts:
 
 
 def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
-    """Return the facts about sites, which a report contains. Facts about weights and caches are left empty."""
+    """Return the facts that a report's sites contain. Facts about weights and caches are left empty."""
     family = family_of(sites) or ("not MLA" if sites else "no attention")
     latent = latent_sites((site, site.dims) for site in sites)
     return Facts(name, family, sites, latent, (), Weights(0), messages=messages)
@@ -202,7 +202,7 @@ def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[LatentSites, ...]:
     """Count attentions of equal sizes together. ``found`` lists each site with its sizes.
 
-    A site whose heads form G groups with a latent each is counted as G attentions.
+    If a site's heads form G groups with one latent each, the site is counted as G attentions.
     """
     counts: Counter[LatentSites] = Counter()
     for site, dims in found:
@@ -214,7 +214,7 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[Laten
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:
-    """Return the family that the sites show; ``None`` if all are plain MHA, GQA or MQA, or there are none."""
+    """Return the family that the sites show; ``None`` if there are only plain MHA, GQA or MQA sites, or no sites."""
     verdicts = {site.verdict for site in sites}
     if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"

@@ -1,7 +1,7 @@
 """Group sites that differ only in their layer number, so that a report on 61 layers is one paragraph.
 
-Before: sixty-one records, ``model.layers.0.self_attn`` to ``model.layers.60.self_attn``, otherwise equal. After: one
-group whose ``where`` reads ``model.layers.{0-60}.self_attn``.
+For example, 61 equal records from ``model.layers.0.self_attn`` to ``model.layers.60.self_attn`` become one group at
+``model.layers.{0-60}.self_attn``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites with the same text, in the order of the report; the first one represents all of them."""
+    """Sites with equal text, in the order of the report. The first site represents the group."""
 
     sites: tuple[SiteReport, ...]
 
@@ -30,12 +30,12 @@ class SiteGroup:
 
     @property
     def where(self) -> str:
-        """The module paths of the group as one pattern, or the node's name if the trace recorded no module."""
+        """The group's module paths as one pattern. Node names are used if the trace recorded no module."""
         return module_pattern([site.where.module or site.where.node for site in self.sites])
 
     @property
     def precision_ratio(self) -> float | None:
-        """The worst measured ratio of the rewritten form's error to the original's."""
+        """The worst measured ratio of the rewritten form's error to the original form's error."""
         return max((s.precision_ratio for s in self.sites if s.precision_ratio is not None), default=None)
 
     @property
@@ -45,9 +45,9 @@ class SiteGroup:
 
 
 def of_each_attention(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """Return one site per attention of the model, even if several graphs contain it. An absorbed site is preferred.
+    """Return one site per attention of the model, although several graphs may contain the attention.
 
-    Attentions of one module are distinguished by their order in the graph.
+    An absorbed site is preferred. Attentions of one module are distinguished by their order in the graph.
     """
     count: Counter[tuple[str, str]] = Counter()
     found: dict[tuple[str, int], SiteReport] = {}
@@ -68,8 +68,8 @@ def _known(site: SiteReport) -> tuple[bool, bool, bool]:
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
     """Return groups of equal sites, in order of first appearance.
 
-    Sites of a group may differ in their index, their graph, how many attentions they represent, the numbers in module
-    paths, the names of nodes (which the trace numbers) and measured errors. A group shows its worst error.
+    Sites of a group may differ in index, graph, number of represented attentions, numbers in module paths, names of
+    nodes (which the trace numbers) and measured errors. A group shows its worst error.
     """
     groups: dict[SiteReport, list[SiteReport]] = {}
     for site in sites:
@@ -124,6 +124,5 @@ def _anonymous(site: SiteReport) -> SiteReport:
 
 
 def _unnumbered(where: Location) -> Location:
-    # The names of nodes are dropped even if no module path distinguishes the sites, because these names do not identify
-    # layers.
+    # Drop the names of nodes, even if sites have no module path: node names do not identify layers.
     return replace(where, node="", module=_NUMBER.sub("#", where.module))

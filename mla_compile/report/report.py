@@ -1,4 +1,4 @@
-"""The report: one record per attention site, rendered as text and as a page for people, and as JSON for programs."""
+"""The report: one record per attention site, shown as text or page to people and as JSON to programs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SCHEMA = "mla_compile.report/2"
-"""The schema in every JSON report. The number grows when a reader of the old layout would misread the new layout."""
+"""The schema in every JSON report. The number grows when programs for the old layout would misread the new layout."""
 
 _SHOWN_SECONDS = 0.01
-"""The text omits passes that took less time than this; the record has all passes."""
+"""The text omits passes that took less time. The record has all passes."""
 
 _NOT_OURS = ("trace", "code", "guards")  # stages of a compilation that Dynamo or the code generator runs
 
@@ -36,7 +36,7 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 """The message of a report before the first call."""
 
 UNSEEN = "no graph that was compiled has an attention"
-"""The beginning of a message in a report without sites if some code of the model is in no graph."""
+"""The beginning of a message in a report without sites, if some of the model's code is in no graph."""
 
 LEFT_OUT = "an attention ran uncompiled"
 """The beginning of a message about a method of an optimized module that calls uncompiled code."""
@@ -85,13 +85,13 @@ class Report:
         """Write one self-contained page: sites (drawn if the report is from ``explain``), cache, costs, refusals.
 
         Args:
-            path: the file. An existing file stays until the new one is complete.
+            path: the file. An existing file stays until the new file is complete.
             title: the page's title.
             dtype: the dtype of weights and cache: fp32, bf16, fp16 or fp8.
 
         Raises:
             InputError: the path cannot be written.
-            OptionError: ``dtype`` is none of these.
+            OptionError: ``dtype`` has another value.
         """
         write_report(self.sites, self.messages, path, title=title, dtype=dtype)
 
@@ -101,7 +101,7 @@ class Report:
         return sum(p.seconds for p in self.passes if is_ours(p.name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able record; the key ``schema`` names the layout."""
+        """Return a JSON-able record. The key ``schema`` names the layout."""
         return {
             "schema": SCHEMA,
             "graph": self.graph,
@@ -139,7 +139,8 @@ class Report:
     def merged(cls, reports: Iterable[Report]) -> Report:
         """Merge reports of several graphs.
 
-        Sites are renumbered, passes of one name added up, and messages kept once.
+        Sites are renumbered, the changes and seconds of equally named passes are added, and equal messages are kept
+        once.
         """
         several = list(reports)
         sites = [(site, site.graph or report.graph) for report in several for site in report.sites]
@@ -155,7 +156,7 @@ class Report:
         )
 
     def within(self, path: str) -> Report:
-        """Return the report with module paths as seen from a model that holds the reported module at ``path``."""
+        """Return the report with ``path`` before all module paths, for a model that holds this module at ``path``."""
         if not path:
             return self
         placed = (replace(s.where, module=".".join(filter(None, (path, s.where.module)))) for s in self.sites)
@@ -174,7 +175,7 @@ class Report:
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]
             if sites:
-                # Show codes only for kept and refused sites: only these codes vary and matter to the reader.
+                # Show codes only for kept and refused sites, because other codes tell the reader nothing.
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
@@ -215,7 +216,7 @@ class Report:
         return f"<Report: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        """Return the page of :meth:`to_html` for a notebook, in a frame that isolates its styles."""
+        """Return the page of :meth:`to_html` for a notebook, in a frame that isolates the page's styles."""
         page = render_report(self.sites, self.messages)
         return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 32em; border: 0"></iframe>'
 

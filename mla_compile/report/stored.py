@@ -8,16 +8,16 @@ from typing import Any, Literal
 from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled
 
 _SHOWN = 6
-"""The number of names that the text lists; the record has all names."""
+"""The number of names in the text. The record has all names."""
 
 PartName = Literal["attention", "routed experts", "rest"]
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of the weights: the number of values, how many of them are quantized, and their bytes.
+    """A part of the weights: the number of values, the number of quantized values, and the stored bytes.
 
-    ``bytes`` include ``scale_bytes``, which are the scales, zero points and group indices.
+    ``bytes`` include ``scale_bytes``, the bytes of scales, zero points and group indices.
     """
 
     name: PartName
@@ -31,8 +31,8 @@ class StoredPart:
 class UpProjections:
     """The weights W_kc and W_v of ``layers`` attentions, which make K and V from latent rows.
 
-    ``values`` is their number and ``bytes`` their stored size. ``names`` are the names of their modules. ``packing``
-    describes in words how they are stored if they are quantized.
+    ``names``: the names of their modules. ``values``: the number of weights. ``bytes``: their stored size. ``packing``:
+    how quantized weights are stored, in words; None if they are not quantized.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class UpProjections:
     packing: str | None
 
     def dequantized(self, dtype: str) -> int:
-        """Return the bytes of dequantized weights kept in addition to the stored ones; 0 if nothing is quantized."""
+        """Return the bytes of dequantized weights, which are kept in addition; 0 if nothing is quantized."""
         return self.values * BYTES[dtype] if self.packing else 0
 
 
@@ -57,8 +57,8 @@ class StoredWeights:
         arithmetic: the dtype in which quantized weights are multiplied.
         parts: attention, routed experts and the rest, in this order.
         lookup_bytes: the bytes of the input embedding, unless it is also the output projection; included in "rest".
-        unquantized: the modules of the unquantized matrices; ``N`` represents the index of a layer.
-        up: the up-projections, which absorption splits; ``None`` if there is no latent, or if they were not found.
+        unquantized: the modules of unquantized matrices. ``N`` represents the index of a layer.
+        up: the up-projections, which absorption splits; ``None`` if none were found.
     """
 
     method: str
@@ -72,7 +72,7 @@ class StoredWeights:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all weights, including their scales."""
+        """The bytes of all weights and their scales."""
         return sum(part.bytes for part in self.parts)
 
     @property
@@ -82,7 +82,7 @@ class StoredWeights:
 
     @property
     def read_in_their_place(self) -> int:
-        """The stored bytes that an absorbed step does not read, because it reads the dequantized W_kc and W_v."""
+        """The stored bytes of W_kc and W_v that an absorbed step replaces by dequantized weights."""
         return self.up.bytes if self.up and self.up.packing else 0
 
     def part(self, name: PartName) -> StoredPart:

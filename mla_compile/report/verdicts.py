@@ -1,4 +1,4 @@
-"""The verdict on a whole model, in sentences that the text and the page share."""
+"""The verdict on a whole model, in sentences for the text and the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mla_compile.report.wording import WORDS, not_mla
 
 
 def verdict(model: Facts) -> tuple[VerdictName, str]:
-    """Return the verdict on the model as a whole, and a sentence that says it."""
+    """Return the verdict on the model, as a name and as a sentence."""
     counts = dict.fromkeys(WORDS, 0)
     for site in model.sites:
         counts[site.verdict] += site.stands_for
@@ -33,7 +33,7 @@ def verdict(model: Facts) -> tuple[VerdictName, str]:
 
 
 def advice(model: Facts) -> str:
-    """Return a sentence or two on what to do next."""
+    """Return one or two sentences about what to do next."""
     if any(site.verdict == "absorbed" for site in model.sites):
         return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
     if any(site.verdict in ("refused", "kept") and site.code not in OVER_ROWS for site in model.sites):

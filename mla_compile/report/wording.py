@@ -19,12 +19,12 @@ def queries(number: float) -> str:
 
 
 def not_mla(kind: str = PLAIN) -> str:
-    """Return the name of the kind of a model without MLA, as the end of a sentence."""
+    """Return words for a model without MLA, as the end of a sentence."""
     return f"{kind}, not Multi-head Latent Attention: there is no latent to absorb"
 
 
 def headline(site: SiteReport) -> str:
-    """Return the verdict with the form or the code."""
+    """Return the verdict with the form (if absorbed) or the code."""
     if site.verdict == "absorbed":
         words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
         return f"absorbed ({', '.join(words)})" if words else "absorbed"
@@ -47,7 +47,7 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
-    # Heads may share rows that each represent several tokens. The cache knows how many tokens, but the graph does not.
+    # A shared row may represent several tokens. The cache knows how many tokens, but the graph does not.
     each_one = "cached row" if site.code is Code.SHARED_ROWS else "context token"
     for label, before, after, unit in (
         ("reads", site.values_read_before, site.values_read_after, "values per key"),
@@ -55,7 +55,7 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
         ("decode", site.decode_flops_before, site.decode_flops_after, f"FLOPs per {each_one}"),
         ("", site.decode_bytes_before, site.decode_bytes_after, f"bytes per {each_one}"),
     ):
-        if site.chosen is not None and after == 0:  # a site that reads only chosen keys costs the same for any context
+        if site.chosen is not None and after == 0:  # the cost of reading chosen keys does not grow with the context
             rows.append((label, f"{before:,} {unit} before, now those of the chosen keys alone"))
         else:
             rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
@@ -79,13 +79,13 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
 
 
 def _source(where: Location, *, with_op: bool = False) -> str:
-    """Return file and line, with the code itself on a second line; empty if the trace recorded neither."""
+    """Return file and line, with the source code on a second line. Facts that were not recorded are left out."""
     place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
     return "\n".join(filter(None, [place, where.code and where.code.strip()]))
 
 
 def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
-    """Return ``a -> b`` for an absorbed site, ``a (absorbed: b)`` for any other site; empty if unknown."""
+    """Return ``a -> b`` for absorbed sites, ``a (absorbed: b)`` for others, and "" if ``before`` is unknown."""
     if before is None:
         return ""
     if after is None:

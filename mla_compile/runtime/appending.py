@@ -1,18 +1,19 @@
 """Spare capacity after the rows of a growing cache: a call can then write new rows without copying the old ones.
 
-A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows and writes the last ``S``. All of
-these rows lie in the memory of the caller's ``T`` rows if this module allocated that memory, it has enough capacity,
-and nobody has appended to the ``T`` rows before. Otherwise the old rows are copied once into new memory for up to twice
-as many rows. The caller receives a tensor of ``T + S`` rows like the result of ``cat``, with two exceptions:
+A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows and writes the last ``S``. The new
+rows follow the caller's ``T`` rows in memory if three conditions hold: this module allocated that memory, the memory
+has enough capacity, and nobody has appended to the ``T`` rows before. Otherwise the old rows are copied once into new
+memory for up to twice as many rows. The returned tensor of ``T + S`` rows differs from the result of ``cat`` in two
+ways:
 
-* in a batch, its rows are stored token by token, so it is not contiguous;
-* it shares memory with the tensors it grew from: *writing* into an older tensor changes the new one, too.
+* in a batch, rows are stored token by token, so the tensor is not contiguous;
+* older tensors share the memory: *writing* into an older tensor changes the new tensor, too.
 
-The length of the returned tensor is marked as dynamic. Without this mark, Dynamo would compile the first step for its
-exact length, and would compile the second step again for any length.
+The length of the returned tensor is marked as dynamic. Otherwise Dynamo would compile the first step for one length,
+and the second step again for any length.
 
-Appending twice to the same rows (two continuations of one prompt) gives each continuation its own memory. Rows that are
-sliced, reordered or copied between two calls are treated like any other rows: they are copied once.
+If a caller appends twice to the same rows (two continuations of one prompt), each continuation gets its own memory.
+If rows were sliced, reordered or copied between two calls, the next call copies the rows once.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from mla_compile.passes.cache.append import token_major
 
 @dataclass
 class _RowMemory:
-    """Memory for rows along one axis, of which the first ``used`` are in use."""
+    """Memory for rows along one axis. The first ``used`` rows are in use."""
 
     rows: torch.Tensor
     used: int
 
 
 _held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Maps each tensor that was returned to a caller to its memory."""
+"""Maps each tensor that a caller received to its memory."""
 _lock = threading.Lock()
 
 
@@ -52,7 +53,7 @@ def length_marker() -> Callable[[torch.Tensor, int], None]:
 
 
 def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """Return ``rows`` followed by ``count`` uninitialized rows along ``axis``, in the same memory if they fit there."""
+    """Return ``rows`` followed by ``count`` uninitialized rows along ``axis``. Old rows are copied only if needed."""
     T = rows.shape[axis]
     with _lock:
         memory = _held.get(rows)
@@ -67,7 +68,7 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 def _continues(rows: torch.Tensor, memory: _RowMemory, axis: int) -> bool:
     """Whether ``rows`` still shows exactly the used rows of ``memory``.
 
-    The caller may have replaced its memory since.
+    The caller may have given ``rows`` other memory.
     """
     return (
         memory.used == rows.shape[axis]
@@ -84,7 +85,7 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
 
 def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
     """Allocate memory for at least ``least`` rows, and copy ``rows`` to its beginning."""
-    # With powers of two, the capacity doubles whenever the memory is full, and is at most twice what is needed.
+    # The capacity is a power of two: at most twice ``least``, and at least twice the previous capacity.
     try:
         made = _memory(rows, axis, 1 << least.bit_length())
     except torch.OutOfMemoryError:  # exactly ``least`` rows may still fit
@@ -104,7 +105,7 @@ def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     """Return the first ``count`` rows of the memory that :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
-    # Autograd must not see a view. Otherwise a compiler would take the whole memory as the view's base and guard on its
+    # Autograd must not see a view: a compiler would take the whole memory as the view's base and guard on the base's
     # size.
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=memory.dtype, device=memory.device)

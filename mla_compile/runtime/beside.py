@@ -1,11 +1,12 @@
 """Rows that are kept in addition to unchanged buffers of K and V, for code that ``torch.compile`` compiled.
 
-The backend of ``torch.compile`` owns no module, so it cannot replace a buffer by rows. It can keep rows in addition to
-the buffer. A compiled call writes K to the buffer, as the model does. It also writes the rows from which K was made to
-a tensor that this module keeps for the buffer. The next call attends to these rows. They are used as long as only
-compiled calls have written to the buffer since it was empty. Other writes change the buffer's version counter. Writes
-that do not change the counter (through ``.data``, NumPy or a user's own kernel) are detected by comparing a random
-sample of the buffer's values.
+The backend of ``torch.compile`` owns no module, so it cannot replace a buffer by rows. Instead, it keeps rows in
+addition to the buffer. A compiled call writes K to the buffer, like the model, and writes the rows of K to a tensor
+that this module keeps. The next call attends to these rows.
+
+The rows are valid only if nothing but compiled calls has written to the buffer since the buffer was empty. Other writes
+change the buffer's version counter. Writes through ``.data``, NumPy or a user's kernel do not change the counter.
+Comparing a random sample of the buffer's values detects such writes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Beside:
 
     @classmethod
     def of(cls, rows: LatentTensor, buffer: torch.Tensor, before: _Beside | None) -> _Beside:
-        """Record the present state of ``buffer``; ``before`` is its state before this call, if it was known."""
+        """Record the present state of ``buffer``; ``before`` is the state before this call, or None if unknown."""
         same = before is not None and before.memory == _memory_of(buffer)
         places = before.places if before is not None and same else _places(buffer)
         return cls(rows, version(buffer), _memory_of(buffer), places, _sample(buffer, places))
@@ -60,19 +61,19 @@ def _memory_of(buffer: torch.Tensor) -> tuple[object, ...]:
 
 
 _SAMPLES = 1024
-"""About how many values of a buffer are compared in each call.
+"""The approximate number of buffer values compared in each call.
 
 A smaller buffer is compared completely. For a large batch, ``_SAMPLES_OF_ONE`` raises the number.
 """
 
 _SAMPLES_OF_ONE = 64
-"""The least number of compared values for each batch entry, which is an entry of the first axis."""
+"""The minimum number of compared values per batch entry (index on the first axis)."""
 
 
 def _places(buffer: torch.Tensor) -> torch.Tensor:
     """Draw a random sample of a buffer's values, spread evenly over every axis, and return their offsets in memory.
 
-    Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), for each entry of the first axis.
+    Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), done separately for each batch entry.
     """
     if buffer.numel() <= _SAMPLES:
         points = torch.cartesian_prod(*map(torch.arange, buffer.shape)).unbind(1)
@@ -114,9 +115,9 @@ def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
 
 
 def may_have_rows(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the written buffers for which rows can be kept: their rows are known, or all their values are zero.
+    """Return the buffers whose rows are known or whose values are all zero.
 
-    Tensors that share memory or have no version counter are left out.
+    Buffers that share memory or have no version counter are left out.
     """
     owners = [_owner(b) for b in buffers.values()]
     return {name: b for name, b in buffers.items() if owners.count(_owner(b)) == 1 and _may_have_rows(b)}
@@ -143,21 +144,21 @@ class _Twin:
     buffer: int
 
     def reads(self, known: LatentTensor, inputs: Inputs) -> bool:
-        """Whether ``known`` has the recipe of this input and was made with the weights of this call."""
+        """Whether ``known`` has this input's recipe and was made with this call's weights."""
         return known.recipe == self.recipe and all(
             leaf is read(inputs) for leaf, read in zip(known.leaves, self.leaves, strict=True)
         )
 
 
 class RowsBeside:
-    """A callable of a graph's inputs that keeps rows for some of the buffers among them.
+    """A callable that takes a graph's inputs and keeps rows for some of these inputs, which are buffers.
 
     Args:
         call: takes the graph's inputs, followed by the rows of ``twins``.
-        otherwise: the original graph. It runs, after a warning, if the rows of a buffer's values are unknown.
+        otherwise: the original graph. It runs, after a warning, if the rows of a buffer are unknown.
         program: the program of ``call``, whose cache holds rows.
         names: the names of the inputs that ``call`` takes.
-        twins: maps the name of each input that takes rows to the name of the buffer to which they belong.
+        twins: maps the name of each input that takes rows to the name of the rows' buffer.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class RowsBeside:
         if rows is None:
             warn(_OTHERS_WROTE)
             return self._otherwise(*inputs)
-        # During the call, the rows are removed from ``_known``. If the call fails midway, none are used later.
+        # During the call, the rows are removed from ``_known``. If the call fails midway, no later call uses them.
         states = [_known.pop(inputs[twin.buffer], None) for twin in self._twins]
         before = [_versions(own) for own in rows]
         done = self._call(*inputs, *rows)
@@ -193,8 +194,8 @@ class RowsBeside:
     def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:
         """Return the rows of all buffers. A buffer of zeros gets rows of zeros.
 
-        Return None if a buffer holds other values and no rows with this call's recipe and weights are known for them,
-        or if the graph writes to the same memory through two inputs.
+        Return None if the graph writes to one memory through two inputs. Also return None if the rows of a nonzero
+        buffer are unknown, or do not fit this call's recipe and weights.
         """
         owners = [_owner(inputs[index]) for index in self._written]
         if len(set(owners)) < len(owners):
@@ -214,7 +215,7 @@ class RowsBeside:
     def _empty(self, twin: _Twin, inputs: Inputs, fresh: dict[str, torch.Tensor]) -> LatentTensor:
         """Return rows of zeros for a buffer.
 
-        ``fresh`` maps names to the rows that other buffers of this call already use. New rows are added to it.
+        ``fresh`` maps names to the zero rows that this call has already made. New rows are added to ``fresh``.
         """
         buffer = inputs[twin.buffer]
         with torch.inference_mode(mode=False), torch.no_grad():

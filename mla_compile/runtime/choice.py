@@ -1,4 +1,4 @@
-"""Choose in each call between two compiled graphs, absorbed and expanded, by the sizes of the inputs."""
+"""Choose between an absorbed and an expanded compiled graph in each call, based on the input sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 
 
 def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:
-    """Return a predicate on a call's inputs: whether absorbing all sites together saves FLOPs.
+    """Return a function that tells whether absorbing all sites saves FLOPs for a call's inputs.
 
-    A size that no input shows, for example one computed in the graph, is replaced by ``UNSEEN``.
+    Sizes that no input shows, for example computed sizes, are replaced by ``UNSEEN``.
     """
     gain = _gain(program, variants)
     found = {symbol: _reader(program, symbol) for symbol in sorted(gain.free_symbols, key=str)}
@@ -43,7 +43,7 @@ def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
 
 
 def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
-    """Return how many multiply-adds absorption saves over all sites, in the graph's current shape symbols."""
+    """Return the multiply-adds that absorption saves over all sites, as an expression in the graph's symbols."""
     gain = sympy.Integer(0)
     for site, count in Counter(variants).items():
         dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
@@ -60,7 +60,7 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
 
 
 def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] | None:
-    """Return a function that reads the value of a shape symbol from the inputs; ``None`` if no input has it."""
+    """Return a function that reads a symbol's value from the inputs; ``None`` if no input shows the symbol."""
     for index, axis, value in _symbolic_inputs(program):
         if size(value) == symbol:
             return lambda inputs: int(inputs[index] if axis is None else inputs[index].shape[axis])
@@ -80,7 +80,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
 
 
 def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
-    """Return a callable that runs ``absorbed`` on inputs for which it ``pays``, and ``expanded`` on all others."""
+    """Return a callable that runs ``absorbed`` if ``pays(inputs)`` is true, and ``expanded`` otherwise."""
 
     def call(*inputs: object) -> object:
         return absorbed(*inputs) if pays(inputs) else expanded(*inputs)

@@ -1,4 +1,4 @@
-"""Keep folds up to date: products of weights, or dequantized weights, that a compiled graph takes as inputs."""
+"""Keep folds up to date. A fold is a product of weights, or a dequantized weight, that a graph takes as input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight at the time of folding: a weak reference to the object, and a copy of its values.
 
-    ``snapshot`` is None if only versions and addresses show whether the weight has changed. For a tensor subclass or a
-    DTensor it holds the local plain tensors, because comparing the weight itself might involve other ranks.
+    ``snapshot`` is None if only versions and addresses are compared. For tensor subclasses such as DTensor,
+    ``snapshot`` holds the local plain tensors, because comparing the weight itself might involve other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -38,13 +38,14 @@ class FoldedWeights:
     """The values of a program's folds, computed from the live weights and recomputed when a weight has changed.
 
     Each call compares every weight bit by bit with a copy from the time of folding, because ``p.data.mul_(2)`` changes
-    neither the identity nor the address nor the version of ``p``. New values are written into the same memory, so that
-    a CUDA graph that holds its address stays correct. One compiled graph may serve several layers in turn. Values are
-    therefore kept for each set of weights until one of its weights is freed. Beyond :attr:`SETS` sets, the least
-    recently used set is dropped.
+    neither the identity nor the address nor the version of ``p``. New values are written into the old memory, because a
+    CUDA graph may hold its address.
 
-    Dequantized weights are checked by versions and addresses only: comparing the stored values would read as many bytes
-    as using them. All graphs that need the same dequantized weight share one tensor.
+    One compiled graph may serve several layers in turn, so values are kept for each set of weights. A set is dropped if
+    one of its weights is freed. If there are more than :attr:`SETS` sets, the least recently used set is dropped.
+
+    For dequantized weights, only versions and addresses are compared. Reading all stored values would cost too much.
+    All graphs that need the same dequantized weight share one tensor.
     """
 
     SETS = 128
@@ -92,7 +93,7 @@ class FoldedWeights:
 
 
 _stored: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-"""Maps a computation's key and the ids of its weights to the dequantized weight, while a graph uses this weight."""
+"""Maps a computation's key and its weights' ids to the dequantized weight, while a graph uses this weight."""
 
 
 def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +102,7 @@ def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tenso
     key = (fold.stored, *(id(live[name]) for name in fold.weights))
     value = compute(fold, live)
     known = _stored.setdefault(key, value)
-    if known is not value:  # stale if a weight has changed, or if its id belonged to another tensor before
+    if known is not value:  # a weight may have changed, or its id may have belonged to another tensor
         known.copy_(value)
     return known
 
@@ -119,7 +120,7 @@ def compute(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 
 def folded_values(program: Program) -> dict[str, torch.Tensor]:
-    """Compute the values of all folds of a program that is about to be saved, from its present weights.
+    """Compute the values of all folds from the program's present weights, so that the program can be saved.
 
     Raises :class:`WeightError` for weights without dense values.
     """
@@ -181,7 +182,7 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
+    """Return the version counter of a tensor; -1 for inference tensors, which have no counter."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -196,7 +197,7 @@ def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of which ``tensor`` is made on this rank; the tensor itself if it is plain."""
+    """Return the plain tensors that store ``tensor`` on this rank. A plain tensor is returned itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -205,7 +206,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:
-    """Wrap ``call`` as a callable of the original inputs: the folded weights are appended to them in each call."""
+    """Wrap ``call`` so that each call appends the folded weights to the original inputs."""
 
     def folded(*inputs: object) -> object:
         return call(*inputs, *folds.values(inputs))

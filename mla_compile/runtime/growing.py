@@ -1,4 +1,4 @@
-"""Code that runs around a compiled graph that appends to caches: memory for new rows, and each rank's share of rows."""
+"""Code that runs around a compiled graph that appends to caches. It provides memory for new rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mla_compile.runtime.shared_rows import RankRows
 
 
 def with_room(call: Call, program: Program) -> Call:
-    """Wrap a program that appends in place as a callable that takes old rows and returns old and new rows joined.
+    """Wrap a program that appends in place. The wrapper takes old rows and returns one tensor of old and new rows.
 
-    When a cache gets its first rows, they (or this rank's share of them) are moved to memory with spare capacity. Rows
-    that ranks share are received as :class:`RankRows`. If the program does not append to shared rows, it is given all
-    of them. If it writes to them, each rank stores its share of the result.
+    A cache's first rows (or this rank's share) are moved to memory with spare capacity. Rows that ranks share are
+    received as :class:`RankRows`. A program that does not append to shared rows is given all rows. If the program
+    writes to shared rows in another way, each rank stores its share of the result.
     """
     mark, sharing = length_marker(), program.capture.sharing
     position = {node.name: index for index, node in enumerate(program.placeholders)}
@@ -28,8 +28,8 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.capture.shared - {one.input for one in program.appends}}
-    # Marking a tensor makes Dynamo recompile code that reads it. A graph that is compiled for any length marks no
-    # tensor.
+    # Marking a tensor makes Dynamo recompile code that reads the tensor. If the graph is already compiled for any
+    # length, no mark is needed.
     inserted = [output for at, output, _ in places if at is not None]
     marked = {
         output
@@ -64,7 +64,7 @@ def with_room(call: Call, program: Program) -> Call:
         results = list(call(*given))
         for rows, full in written:
             rows.write(full)
-        for at, output, one in places:  # in the order of outputs: an insertion shifts the later ones
+        for at, output, one in places:  # in the order of outputs, because an insertion shifts later outputs
             if at is not None:
                 results.insert(output, grown.get(at, given[at]))
             elif one.shared:
@@ -83,7 +83,7 @@ def with_room(call: Call, program: Program) -> Call:
 
 
 def _shown(program: Program, at: int | None, output: int) -> object:
-    """Return a cache's fake value: that of input ``at``, or that of ``output`` if ``at`` is None."""
+    """Return a cache's fake value, from input ``at``, or from ``output`` if ``at`` is None."""
     node = program.outputs[output] if at is None else program.placeholders[at]
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 

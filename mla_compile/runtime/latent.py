@@ -1,8 +1,8 @@
-"""K or V of a cache as a tensor that holds latent rows, and expands them only for code that reads the tensor.
+"""A tensor that looks like K or V of a cache, but holds latent rows.
 
-If the caller keeps K and V (in a Cache object, a tuple, an attribute), a compiled graph returns them as such tensors.
-To all other code they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The
-next compiled graph takes the rows themselves. How the caller keeps the cache does not matter.
+If the caller keeps K and V (in a Cache object, a tuple or an attribute), a compiled graph returns a
+:class:`LatentTensor` for each. Other code sees a tensor with the shape of K: an operator that reads the tensor gets K,
+computed from the rows. The next compiled graph takes the rows. How the caller keeps the cache does not matter.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ aten = torch.ops.aten
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that tensors of a cache occupy. K and V kept as rows count as their rows, shared rows once."""
+    """Return the bytes that a cache's tensors occupy. Rows that several tensors share are counted once."""
     held = (row for t in tensors for row in (t._cell.rows if isinstance(t, LatentTensor) and t.recipe else (t,)))
     return sum({(t.data_ptr(), t.shape): t.nbytes for t in held}.values())
 
 
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keep Dynamo from tracing a function that its guards call. From torch 2.13 on, Dynamo itself does not trace it."""
+    """Keep Dynamo from tracing a function that Dynamo's guards call. Since torch 2.13, Dynamo needs no such help."""
     return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)
 
 
 class LatentTensor(torch.Tensor):
     """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
 
-    ``rows`` and ``leaves`` (the weights that expand the rows) are tensors in the recipe's order. Tensors of one
-    :class:`Cell` share memory as views do. ``span`` is the range of the cell's tokens that this tensor shows; ``None``
-    means all.
+    ``rows`` and ``leaves`` have the order of the recipe. ``leaves`` are the weights that expand the rows. Tensors of
+    one :class:`Cell` share memory, like views. ``span`` is the range of the cell's tokens that this tensor shows;
+    ``None`` means all tokens.
     """
 
     _cell: Cell
@@ -71,7 +71,7 @@ class LatentTensor(torch.Tensor):
     def of(
         cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, own: bool = False
     ) -> LatentTensor:
-        """Create a tensor that is computed from ``rows``. If ``own``, it is a buffer whose rows may be written to."""
+        """Create a tensor from ``rows``. If ``own``, the tensor is a buffer, and graphs may write to the rows."""
         return cls(Cell(recipe, rows, leaves, own=own), recipe.tokens)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
@@ -110,16 +110,16 @@ class LatentTensor(torch.Tensor):
 
     @property
     def recipe(self) -> Recipe | None:
-        """How K is computed from its rows; ``None`` once K has replaced them."""
+        """The recipe that computes K from the rows; ``None`` once K has replaced the rows."""
         return None if self._cell.full is not None else self._cell.recipe
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a buffer of a module, into whose rows compiled graphs write."""
+        """Whether this tensor is a module's buffer. Compiled graphs write to the rows of buffers."""
         return self._cell.own
 
     def shares_only_with(self, others: Iterable[LatentTensor]) -> bool:
-        """Whether ``others`` include all other buffers that share rows with this one."""
+        """Whether ``others`` include every buffer that shares rows with this buffer."""
         return self._cell.sharers() <= {self._cell, *(other._cell for other in others)}
 
     @property
@@ -128,7 +128,7 @@ class LatentTensor(torch.Tensor):
         return self._cell.leaves
 
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """Return the rows. Raises :class:`StaleWeightError` if the weights for which they were made have changed."""
+        """Return the rows. Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
         self._cell.check()
         return self.shown_rows()
 
@@ -142,20 +142,17 @@ class LatentTensor(torch.Tensor):
         if cell.own:  # later writes must show in the rows: return a view
             return tuple(once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
         if self._part is None:
-            # A copy has the same layout as the whole rows, so compiled graphs are not recompiled for it.
+            # Copy the range: a view could have another layout, and graphs would be recompiled for it.
             self._part = tuple(once((r,), _narrowed, *how) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
-        """Return K as a plain tensor. It shares memory with this tensor only if K has already replaced the rows."""
+        """Return K as a plain tensor. The result shares this tensor's memory only if K has replaced the rows."""
         full = self._cell.full
         return self._cell.expand(self.rows()) if full is None else self._shown(full)
 
     def settled(self) -> torch.Tensor:
-        """Return K after replacing the rows by it for good.
-
-        K is then the memory of this tensor and of all its views.
-        """
+        """Replace the rows by K for good, and return K. This tensor and all its views then use K's memory."""
         return self._shown(self._cell.settle())
 
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
@@ -195,10 +192,10 @@ class LatentTensor(torch.Tensor):
         return result
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Index the tensor. An index that takes a range of tokens returns a tensor of rows again.
+        """Index the tensor. The result for a range of tokens is again a :class:`LatentTensor`.
 
-        Indexing is handled here and not in the dispatcher, because autograd records the views that the dispatcher
-        makes, and compilers replay these views.
+        Indexing is not handled in the dispatcher, because autograd would record the view, and compilers would replay
+        it.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
         tokens = range_of(index, self.dim(), self._tokens) if rows else None
@@ -235,7 +232,7 @@ class LatentTensor(torch.Tensor):
         if id(self) not in memo:
             if self.recipe is None:
                 memo[id(self)] = self.expanded().clone()
-            elif self.is_own:  # copied with its module and the module's weights
+            elif self.is_own:  # deepcopy of a module copies the weights, too
                 rows, leaves = copy.deepcopy((self.rows(), self.leaves), memo)
                 memo[id(self)] = LatentTensor.of(self.recipe, rows, leaves, own=True)
             else:
@@ -252,10 +249,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
-    """Apply to the rows what caches do to K along tokens and batch: copy, concatenate, reorder, clear.
-
-    Return None for any other operation.
-    """
+    """Apply an operation of caches (copy, concatenate, reorder, clear) to the rows; return None for any other."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None

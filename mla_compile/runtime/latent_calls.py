@@ -23,8 +23,8 @@ from mla_compile.runtime.shared_rows import RankRows
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[object]:
     """Return the example inputs of a Dynamo graph with plain fake tensors in place of tensors that hold rows.
 
-    The plain tensors also replace the examples stored in the graph, because a trace of a part of the graph starts from
-    those.
+    The plain tensors also replace the examples stored in the graph, because a trace of a subgraph starts from stored
+    examples.
     """
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -38,7 +38,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[object]:
 
 
 def expanding(call: Call, gm: fx.GraphModule) -> Call:
-    """Wrap a callable of the plain inputs of ``gm`` so that it also accepts tensors of rows."""
+    """Wrap ``call``, which takes the plain inputs of ``gm``, so that it also accepts tensors of rows."""
     may_be_written = possibly_written(gm.graph)
     written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -49,7 +49,7 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 
 def _plain(value: object, *, written: bool) -> object:
-    """Return ``value`` itself, or K if it holds rows. If the graph writes to K, K replaces the rows for good."""
+    """Return K if ``value`` holds rows, else ``value``. If the graph writes to K, K replaces the rows for good."""
     if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
@@ -60,7 +60,7 @@ def _plain(value: object, *, written: bool) -> object:
 def possibly_written(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that a Dynamo graph may write to.
 
-    These are the arguments of writing calls, and all nodes of which such an argument may be a view.
+    These are the arguments of calls that write, and all nodes upstream, because an argument may be a view.
     """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -84,7 +84,7 @@ def _writes(user: fx.Node) -> bool:
 
 
 def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a fake tensor of the shape of ``rows`` whose axes have this order in memory."""
+    """Return a fake tensor like ``rows``, but with the axes in this order in memory."""
     made = torch.empty_like(rows.permute(*order), memory_format=torch.contiguous_format)
     return made.permute(*(order.index(dim) for dim in range(len(order))))
 
@@ -105,10 +105,12 @@ def with_rows(
 ) -> Call:
     """Wrap ``call``, which takes the program's inputs, as a callable of the captured inputs ``names``.
 
-    The wrapper takes the rows out of the tensors that hold them and returns the new rows in tensors of this kind. It
-    warns and calls ``otherwise`` in three cases: an input holds K or V instead of rows, its weights differ from the
-    call's weights, or rows are shared in another way than the program was compiled for. ``appends`` lists the rows that
-    will grow. ``layouts`` maps the names of other rows to the order of axes in memory for which the code was compiled.
+    The wrapper takes rows out of each input :class:`LatentTensor`, and returns new rows as :class:`LatentTensor`. It
+    warns and calls ``otherwise`` in three cases: an input holds K or V instead of rows, a tensor of rows was made with
+    other weights than the call's, or the compiled program expects that rows are shared in another way.
+
+    ``appends`` lists the rows that will grow. ``layouts`` maps names of other rows to the order of axes in memory that
+    the compiled code expects.
     """
     cache = program.cache
     assert cache is not None
@@ -153,7 +155,7 @@ def with_rows(
         for index, recipe, leaves, parts, own in gives:
             held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]
             made = LatentTensor.of(recipe, held, weights, own=own)
-            # Marking a tensor also marks its inner tensors that have the same number of axes, whatever these axes mean.
+            # A mark also applies to inner tensors with the same number of axes, although axes may differ in meaning.
             if growing.issuperset(parts) and all(inner.dim() != made.dim() for inner in (*held, *weights)):
                 mark(made, recipe.tokens)
             results[index] = made

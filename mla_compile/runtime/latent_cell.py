@@ -22,8 +22,8 @@ from mla_compile.runtime.folds import parts_of, version, versions
 class Cell:
     """The contents of one K, shared by all tensors that show K or a slice of it.
 
-    ``full`` is K itself. It replaces the rows once someone has written to K or holds a view of it. ``own`` means that
-    the cell belongs to a buffer of a module, and that compiled graphs write into its rows.
+    ``full`` is K itself. K replaces the rows once a caller writes to K or holds a view of K. ``own`` means that the
+    cell belongs to a module's buffer, and that compiled graphs write to the rows.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Cell:
             _sharing.setdefault(row, weakref.WeakSet()).add(self)
 
     def sharers(self) -> set[Cell]:
-        """Return all cells of buffers that share rows with this cell. A write to the rows changes all of them."""
+        """Return all cells of buffers that share rows with this cell. A write to the rows changes all these cells."""
         found = (_sharing.get(row, ()) for row in self.rows)
         return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute K from ``rows``, which are the cell's rows or a range of them."""
+        """Compute K from ``rows``, which are all rows of the cell or a range."""
         self.check()
         assert self.recipe is not None
         # The recipe contains the casts of the graph that made the rows. The autocast mode of the reading code must not
@@ -83,7 +83,7 @@ class Cell:
         Other cells that share the rows keep the old rows until these cells are cleared, too.
         """
         self.rows = tuple(once((row,), zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # another cell has these zeros too, and wrote to them
+        if any(version(row) for row in self.rows):  # another cell shares these zeros and has written to them
             self.rows = tuple(map(zeros, self.rows))
         self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
@@ -114,7 +114,7 @@ _made: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.r
 
 
 def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
-    """Return ``make(*sources, *how)``, or its earlier result for the same tensors, so that K and V still share rows."""
+    """Return ``make(*sources, *how)``. Equal calls return the same tensor, so that K and V still share rows."""
     key = (make, *map(id, sources), *(version(source) for source in sources), *how)
     known = _made.get(key)
     if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
@@ -131,5 +131,5 @@ def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *
 
 def zeros(rows: torch.Tensor) -> torch.Tensor:
     """Return new rows of zeros."""
-    with torch.inference_mode(mode=False):  # only a normal tensor counts writes and may leave this mode
+    with torch.inference_mode(mode=False):  # inference tensors have no version counter
         return torch.zeros_like(rows)

@@ -4,8 +4,8 @@ A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) is alloca
 it is empty, rows of zeros expand to the same zeros. An optimized module may therefore hold a :class:`LatentTensor` in
 the buffer's place. Code that reads the attribute sees K, and compiled graphs write rows into the tensor.
 
-A trace of the first call, made on copies, finds the buffers that can be kept as rows, and their recipes. The buffers of
-the original module do not change. For the optimized model, the modules on the path to a buffer are copied.
+The first call is traced on copies, to find the buffers that can be kept as rows, and their recipes. The buffers of the
+original module do not change. For the optimized model, the modules on the path to a buffer are copied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeptBuffer:
         place: where the model holds the buffer.
         recipe: how the buffer is computed from its rows.
         leaves: the attribute path to each weight that the recipe reads.
-        rows: a name and the dtype of each tensor of rows. Buffers share rows of equal names and shapes.
+        rows: a name and the dtype of each tensor of rows. Buffers share rows if names and shapes are equal.
     """
 
     place: Place
@@ -56,7 +56,7 @@ class KeptBuffer:
     rows: tuple[tuple[Hashable, torch.dtype], ...]
 
     def fits(self, buffer: torch.Tensor) -> bool:
-        """Whether rows can replace this tensor, which may be another tensor than the traced one."""
+        """Whether rows can replace ``buffer``, even if another tensor was traced."""
         kinds = self.recipe.kinds
         return (
             buffer.dtype == self.recipe.dtype
@@ -89,7 +89,7 @@ def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place,
 def may_be_cache(value: object) -> bool:
     """Whether a value may be a buffer of K or V: a plain float tensor of three or more axes that needs no gradient.
 
-    An own :class:`LatentTensor` that has settled may be one, too.
+    A :class:`LatentTensor` of a buffer qualifies once it has settled.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
         return False
@@ -190,9 +190,9 @@ class OwnBuffers:
                 self._look(args, kwargs)
 
     def _is_settled(self, links: Iterable[Link]) -> bool:
-        """Whether all buffers, and the holders on the paths to them, are as the last call left them.
+        """Whether every buffer still holds rows, and every module on the path to a buffer is unchanged.
 
-        This check runs in every call, so it is cheap.
+        This check runs in every call, so it must be cheap.
         """
         return all(
             _are_rows(now) if isinstance(held, torch.Tensor) else now is held
@@ -206,7 +206,7 @@ class OwnBuffers:
             empty = empty_buffers(plain, dict(tensors_of(plain)))
             try:
                 kept = self._find_kept(plain, args, kwargs, empty) if empty else []
-            except InputError:  # the call itself raises this error, unless only our trace failed
+            except InputError:  # the call itself raises this error, unless only the trace failed
                 self._failures += 1
                 self._links = [] if self._failures == _TRIES else None
                 return

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def range_of(index: Any, rank: int, axis: int) -> slice | None:
-    """Return the slice, of step 1, that an index takes of ``axis``; ``None`` unless it takes all other axes whole."""
+    """Return the slice of step 1 that ``index`` takes of ``axis`` alone; ``None`` for any other index."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
         return None

@@ -1,8 +1,8 @@
-"""The rows of a cache that ranks share: a tensor that has the shape of all rows, but holds only this rank's share.
+"""A tensor for cache rows that ranks share. It has the shape of all rows, but holds only this rank's share.
 
 Compiled graphs of this library read the local share. Any other read raises an error, because it would need a collective
-in which the other ranks may not take part. A few operations are applied to the share: what caches do along the axes
-that precede the tokens (reorder, repeat, copy), clearing, and truncation to the first tokens.
+in which the other ranks may not take part. A few operations are applied to the share: reordering, repeating and copying
+along axes before the token axis, clearing, and truncation to the first tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HOW = "call full_tensor() on all ranks for all of its rows, or compile without 
 
 @dataclass
 class _RankMemory:
-    """Memory for the rows of one rank, which holds the rank's share of ``tokens`` tokens."""
+    """Memory for one rank's share of the rows of ``tokens`` tokens."""
 
     rows: torch.Tensor
     tokens: int
 
 
 class RankRows(torch.Tensor):
-    """Rows of all tokens along ``axis``, of which this rank holds ``local``: its share, and possibly one row more.
+    """Rows of all tokens along ``axis``. This rank holds only ``local``: its share, and possibly one more row.
 
     Rows of a growing cache lie in memory with spare capacity. Rows of a full-length buffer have no spare capacity.
     """
@@ -63,7 +63,7 @@ class RankRows(torch.Tensor):
 
     @classmethod
     def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> RankRows:
-        """Take this rank's share of ``rows``, a plain tensor of all rows, which every rank has.
+        """Take this rank's share of ``rows``. Every rank has this plain tensor of all rows.
 
         If ``grows``, the share is stored in memory with spare capacity.
         """
@@ -71,7 +71,7 @@ class RankRows(torch.Tensor):
 
     @classmethod
     def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> RankRows:
-        """Copy ``own``, the rank's rows of ``tokens`` tokens, into new memory. If ``grows``, it has spare capacity."""
+        """Copy ``own``, this rank's share of ``tokens`` rows. If ``grows``, the new memory has spare capacity."""
         count = sharing.capacity(tokens)
         own = own.narrow(axis, 0, min(count, own.shape[axis]))
         if grows:
@@ -89,15 +89,15 @@ class RankRows(torch.Tensor):
         return self.local
 
     def write(self, rows: torch.Tensor) -> None:
-        """Store this rank's share of ``rows``, a plain tensor of all rows, which every rank has."""
+        """Store this rank's share of ``rows``. Every rank has this plain tensor of all rows."""
         own = _share(rows, self.axis, self.sharing)
         with torch.no_grad():
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> RankRows:
-        """Return these rows and ``count`` unwritten ones, in the same memory if its capacity suffices.
+        """Return these rows and ``count`` unwritten rows, in the same memory if its capacity suffices.
 
-        Only the newest tensor of a memory can grow in it. The rows of an older tensor are copied.
+        Only the newest tensor can grow in place. The rows of an older tensor are copied.
         """
         tokens = self.shape[self.axis] + count
         with _lock:
@@ -217,7 +217,7 @@ def _empty(x: RankRows) -> torch.Tensor:
 
 
 def _spares_tokens(func: object, args: tuple[Any, ...], axis: int) -> bool:
-    """Whether an operator copies rows, or selects among them along an axis that precedes the tokens."""
+    """Whether an operator copies rows, or selects entries of an axis before the token axis."""
     if func is aten.clone.default:
         return True
     if func is aten.index_select.default:

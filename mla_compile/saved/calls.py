@@ -1,4 +1,4 @@
-"""Shared by saving and loading: the two files of a compiled call, and the conditions under which a folder is valid."""
+"""Code that saving and loading share: files of a compiled call, and conditions under which a folder is valid."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
 
 
 def kind_of(model: torch.nn.Module, options: Mapping[str, object]) -> kind.Kind:
-    """Return the conditions under which a folder is valid, except for those on traced source files."""
+    """Return the conditions under which a folder is valid, except for conditions on source files."""
     return {
         "versions": kind.of_versions(),
         "machine": kind.of_machine(),

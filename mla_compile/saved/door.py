@@ -23,29 +23,29 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[
     is saved. Sizes that differ between the calls are dynamic in the saved code.
 
     Args:
-        model: what ``optimize`` returned. The model does not change, and need not have been called before.
+        model: the result of ``optimize``. The model does not change, and need not have been called before.
         folder: a path at which nothing exists yet, or an empty folder.
-        run: a function that takes a model and calls it as other processes will call theirs. By default,
+        run: a function that calls a given model in the way in which other processes will call it. By default,
             ``generate()`` runs with a growing cache, for one sequence and for a batch of two. The code then fits any
             number of sequences and any length of prompt and context.
 
     Raises:
-        InputError: ``model`` is not what ``optimize`` returned for a module.
-        ExportError: torch is older than 2.13, or what was compiled cannot be saved.
+        InputError: ``model`` is not the result of ``optimize`` for a module.
+        ExportError: torch is older than 2.13, or the compiled code cannot be saved.
         TargetError: ``folder`` is not empty, or cannot be written.
     """
     _check_torch(ExportError)
-    from mla_compile.saved import writing  # imported on use: older releases of torch lack what it imports
+    from mla_compile.saved import writing  # imported on use, because it needs a recent torch
 
     writing.write(model, Path(folder).absolute(), run)
 
 
 def load(folder: str | os.PathLike[str], model: Module, **options: object) -> Module:
-    """Return what ``optimize`` would return for ``model``, but with saved code from a folder instead of a compiler.
+    """Return what ``optimize`` would return for ``model``, but with saved code from a folder.
 
-    Nothing is traced and nothing is compiled. A call that no saved code fits raises :class:`ModelFileError`, which says
-    what is different. The folder fits a model of the same class, names, shapes and dtypes, whatever its weights are. It
-    also requires the kind of machine, the versions and the source code for which it was written.
+    Nothing is traced or compiled. A call that no saved code fits raises :class:`ModelFileError`, which names the
+    difference. The classes, names, shapes and dtypes of the model must be as they were for :func:`save`, but weights
+    may have other values. The kind of machine, the versions and the source code must also be as before.
 
     A folder holds native code, so load only folders that you trust. Files that another user could have written are
     refused before they are read.
@@ -53,7 +53,7 @@ def load(folder: str | os.PathLike[str], model: Module, **options: object) -> Mo
     Args:
         folder: a folder that :func:`save` wrote.
         model: a module, as for ``optimize``. The module does not change.
-        **options: the options of ``optimize``, which must be the same as when the folder was written.
+        **options: the options of ``optimize``, which must be as they were for :func:`save`.
 
     Raises:
         InputError: ``model`` is not a module.

@@ -1,4 +1,4 @@
-"""Runs compiled calls in place of Dynamo: of all saved calls, the first whose guards hold is run."""
+"""Runs compiled calls in place of Dynamo. The first saved call whose guards hold is run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Entry:
     """A compiled call.
 
     Attributes:
-        run: called with the entry's arguments if the guards hold.
-        hits: the number of times it has run.
+        run: the compiled code, which is called if the guards hold.
+        hits: how often the code has run.
     """
 
     def __init__(self, make: Callable[[], GuardManagerWrapper], run: Callable[..., object]) -> None:
@@ -26,10 +26,10 @@ class Entry:
 
     @property
     def guards(self) -> GuardManagerWrapper:
-        """The guards of the call, as torch builds them: ``check`` tells whether they hold for arguments given by name.
+        """The guards of the call. ``check`` tells whether the guards hold for a dict of arguments.
 
-        ``check_verbose`` also says which guard fails. The guards are built on first use, because this takes a second
-        for a deep model. Raises :class:`ModelFileError` if the model has changed since the code was saved.
+        ``check_verbose`` also says which guard fails. The guards are built on first use, because building takes a
+        second for a deep model. Raises :class:`ModelFileError` if the model has changed since the code was saved.
         """
         if self._guards is None:
             with one_at_a_time(), collector.paused():
@@ -67,15 +67,15 @@ class Entries:
 
 
 def _first_failure(guards: GuardManagerWrapper, given: dict[str, object]) -> str:
-    """Return the first guard that fails, as Dynamo writes it, without its comments."""
+    """Return Dynamo's text of the first guard that fails, without comments."""
     parts = [part.split("  #")[0].strip() for part in guards.check_verbose(given).verbose_code_parts]
-    # All relations between sizes form one guard. Its message lists all of them, and does not say which one fails.
+    # All relations between sizes form one guard. The message lists all relations, but not which relation fails.
     failing = (part for part in parts if len(parts) == 1 or not _holds(part, given))
     return next(failing, parts[0] if parts else "a guard of Dynamo does not hold")
 
 
 def _holds(relation: str, given: dict[str, object]) -> bool:
-    """Whether a relation between sizes holds. It counts as true if it depends on more than the arguments."""
+    """Whether a relation between sizes holds, or cannot be evaluated from the arguments alone."""
     try:
         return bool(eval(relation, {"L": given}))  # the folder is trusted: its code runs anyway
     except Exception:  # noqa: BLE001  some guards are not expressions

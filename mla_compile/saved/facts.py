@@ -18,7 +18,7 @@ _PLAIN = (
 )  # fmt: skip
 """Types whose ``repr`` describes the value completely."""
 _MEMOS = ("__slotnames__", "__annotations__", "__annotations_cache__")
-"""Attributes that Python adds to a class on demand. Copying or pickling an object, for example, adds the first."""
+"""Attributes that Python adds to a class on demand. For example, copying an object adds ``__slotnames__``."""
 _SHOWN = 200
 """How many characters of a description an error shows."""
 
@@ -62,7 +62,7 @@ def name_of(kind: type) -> str:
 
 
 def digest_of(code: types.CodeType) -> str:
-    """Return a hash of what a function does. It is independent of the function's file and lines."""
+    """Return a hash of what a function does. The hash is independent of the function's file and lines."""
     digest = hashlib.sha256(code.co_code)
     for const in code.co_consts:
         digest.update((digest_of(const) if isinstance(const, types.CodeType) else told(const)).encode())
@@ -71,7 +71,7 @@ def digest_of(code: types.CodeType) -> str:
 
 
 def told_apart(one: str, other: str) -> tuple[str, str]:
-    """Return two descriptions as an error shows them. If they are long, only text near the first difference is kept."""
+    """Shorten two descriptions for an error. If either is long, only text near the first difference is kept."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other
     equal = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Writes and reads the folder on disk: a manifest lists the other files, and each file is checked before it is used.
+"""Writes and reads the folder on disk. A manifest lists the other files. Each file is checked before use.
 
 Unpickling a file or loading a library runs code. A file is therefore refused if another user could have written it, or
 if its digest differs from the digest in the manifest.
@@ -20,7 +20,7 @@ from mla_compile.errors import ModelFileError, TargetError
 MANIFEST = "mla_compile_saved.json"
 FORMAT = 1
 PARTS = ("versions", "machine", "options", "model", "code")
-"""The parts of a manifest that say what the code is for."""
+"""The parts of a manifest that say when the code is valid."""
 _LARGEST = 1 << 26  # bytes of a manifest
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -34,7 +34,7 @@ def write(folder: Path, kind: Mapping[str, object], files: Mapping[str, bytes]) 
         for name, data in {**files, MANIFEST: said.encode()}.items():
             (draft / name).write_bytes(data)
             (draft / name).chmod(0o644 & ~umask())
-        check_new(folder)  # somebody may have made the folder meanwhile
+        check_new(folder)  # another process may have made the folder meanwhile
 
 
 def check_new(folder: Path) -> None:
@@ -93,7 +93,7 @@ def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def digest(data: bytes) -> str:
-    """Return the digest by which a changed file is recognised."""
+    """Return the digest that shows whether a file has changed."""
     return hashlib.sha256(data).hexdigest()
 
 

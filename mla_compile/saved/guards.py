@@ -1,8 +1,8 @@
-"""Stores Dynamo's guards in a file that refers to the modules and tensors of the model instead of holding them.
+"""Stores Dynamo's guards in a file, with references to the modules and tensors of the model.
 
 Dynamo assumes facts about a model (types, flags, hooks, functions, sizes of weights). Loading first checks these facts
-on the given model. Then it installs guards for them, so that later changes are noticed just as under Dynamo. The file
-describes the arguments of calls (tokens, caches) without their values.
+on the given model. The restored guards then notice later changes, as under Dynamo. The file describes the arguments of
+calls (tokens, caches) without their values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_st
 
 @dataclass(frozen=True)
 class GuardsOfCall:
-    """The guards of one compiled call, and descriptions of the values that they guard, in the same order."""
+    """The guards of one compiled call, and for each guard a description of the guarded value."""
 
     state: GuardsState
     guards: list[Guard]
@@ -41,7 +41,7 @@ class GuardsOfCall:
 
 
 class _GuardsPickler(GuardsStatePickler):
-    """A pickler that omits what no guard reads, as torch's does, and writes parts of the model as references."""
+    """A pickler that writes parts of the model as references. Like torch's pickler, it omits what no guard reads."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
         super().__init__(*given)
@@ -114,7 +114,7 @@ def guards_in_file(state: GuardsState, builder: GuardBuilder, names: Mapping[int
 
 
 def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
-    """Describe the value that each guard guards."""
+    """Describe the guarded value of each guard."""
     closure, known = dynamo_guards._get_closure_vars(), dict[Any, Any]()
     values = []
     for guard in guards:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def instead(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` within the block, for the whole process; the caller must hold Dynamo's lock."""
+    """Within the block, set ``owner.name`` to ``value`` for all threads. The caller must hold Dynamo's lock."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

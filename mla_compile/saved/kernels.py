@@ -1,7 +1,7 @@
-"""The native code in a folder: the extension modules that Inductor's CPU code calls, and mla_compile's own kernels.
+"""Saves and loads the kernels that Inductor's CPU code calls. Each kernel is an extension module.
 
-Inductor looks up extension modules by compiler, flags and cache location. In a folder, they are looked up by source and
-argument types, so that the machine that loads the folder needs no compiler.
+Inductor looks up an extension module by compiler, flags and cache location. A folder uses keys of source and argument
+types instead, so that the machine that loads the folder needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def key_of(argument_types: list[str], source: str) -> str:
 
 @contextmanager
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
-    """Within the block, record in ``found`` the file of each kernel that Inductor's code loads, by key.
+    """Within the block, record in ``found``, by key, the file of each kernel that Inductor's code loads.
 
     Inductor uses ``folder`` as its cache within the block. If ``folder`` is empty, all code is loaded anew, except for
-    kernels that this process has compiled, which come from memory.
+    kernels that this process has compiled.
     """
     from torch._inductor.async_compile import AsyncCompile
 

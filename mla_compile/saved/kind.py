@@ -22,14 +22,14 @@ from mla_compile.saved.facts import name_of, told
 from mla_compile.version import __version__
 
 Kind = dict[str, object]
-"""JSON values: strings, numbers, lists, and dicts of these."""
+"""A dict of JSON values."""
 
 _INSTRUCTIONS = re.compile(r"^(Features|flags)\s*:(.*)$", re.MULTILINE)
 _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
 _OF_DATACLASS = ("<string>", "__init__")
-"""The file and name of the code that a dataclass generates. Files ``<frozen ...>`` are part of Python itself."""
+"""The file and name of code that a dataclass generates."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
@@ -66,7 +66,7 @@ def of_versions() -> Kind:
 def of_model(model: torch.nn.Module) -> Kind:
     """Return the classes, names, shapes and dtypes of a model, and the attributes of torch's own modules.
 
-    Dynamo takes these attributes (the epsilon of a norm) as constants and does not guard them.
+    Dynamo uses such an attribute (the epsilon of a norm) as a constant, and does not guard it.
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {
@@ -116,7 +116,7 @@ def digest_of_module(name: str) -> str:
 
 
 def differences(saved: Kind, now: Kind, of: str = "") -> list[str]:
-    """Describe how ``now`` differs from ``saved``. Of each part, only the first few differences are described."""
+    """Describe how ``now`` differs from ``saved``. Only the first few differences of each part are described."""
     found: list[str] = []
     for name in dict.fromkeys([*saved, *now]):
         before, value, path = saved.get(name), now.get(name), f"{of}{name}"

@@ -1,6 +1,6 @@
 """Converts compiled calls to bytes: mla_compile's closures, graphs as source code, and Inductor's serialized code.
 
-The owner and the digest of a file are checked before it is read, because unpickling runs code.
+A file's owner and digest are checked before the file is unpickled, because unpickling runs code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_compile.passes.ir.expr import Expr
 
 
 class SavedGraph:
-    """A graph's source and the values that it reads, without its nodes. The first call compiles the source."""
+    """A graph's source, and the values that the source reads. The first call compiles the source."""
 
     def __init__(self, source: str, names: dict[str, Any], held: dict[str, object]) -> None:
         self._source, self._names = source, names
@@ -46,7 +46,7 @@ class SavedGraph:
 
 
 def references(model: torch.nn.Module) -> dict[str, object]:
-    """Return the modules, parameters and buffers of a model by the references that files hold instead of them."""
+    """Return a dict: reference -> module, parameter or buffer of a model. Files contain only the references."""
     found: dict[str, object] = {}
     for path, module in model.named_modules():
         found[f"module {path}"] = module
@@ -168,7 +168,7 @@ def _expression(
 
 
 def _operator(*path: str) -> object:
-    """Return the operator with this namespace, name and overload; without an overload, all overloads as a packet."""
+    """Return the operator with this namespace, name and overload, or the packet if no overload is given."""
     return attrgetter(".".join(path))(torch.ops)
 
 

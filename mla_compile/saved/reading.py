@@ -27,7 +27,7 @@ from mla_compile.saved.pickling import unpickled
 
 
 def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
-    """Return the optimized module of ``model``, with saved code from a folder."""
+    """Return an optimized module for ``model`` that runs saved code from a folder."""
     manifest = files.manifest(folder, (*names(0), REPORT))
     saved = manifest["kind"]
     given = saved["options"]
@@ -69,7 +69,7 @@ def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, pla
             call, guards = (data[name] for name in pair)
             entries.append(entry_of(call, guards, model))
     try:
-        _ = entries[0].guards  # the guards of the other calls are built and checked when they are first needed
+        _ = entries[0].guards  # the guards of the other calls are built and checked on first use
     except ModelFileError as error:
         raise ModelFileError(f"{where} does not fit: {error}") from error
     return Entries(entries, str(where))

@@ -32,7 +32,7 @@ class RecordedCall:
     Attributes:
         code: Dynamo's bytecode, which unpacks the entry's arguments, calls graphs, and assembles the model's result.
         guards: the conditions under which the code may run, as :func:`guards_in_file` writes them.
-        modules: the modules that the code reads as globals, by the names of the globals.
+        modules: name of a global that the code reads -> name of the module in the global.
         values: the other globals that the code reads, mainly compiled graphs.
     """
 
@@ -43,13 +43,13 @@ class RecordedCall:
 
 
 class Recording:
-    """The argument ``package`` of Dynamo, to which Dynamo reports everything that it compiles for one function.
+    """The ``package`` argument of Dynamo, which receives everything that Dynamo compiles for one function.
 
     Attributes:
-        names: ``id`` of a module, parameter or buffer of the model -> the reference that a file holds in its place.
-        compiled: the calls, in the order in which they were compiled.
+        names: ``id`` of a module, parameter or buffer of the model -> the reference in a file.
+        compiled: the calls, in the order of compilation.
         traced: the functions that were traced.
-        problem: why the calls cannot be saved; None if they can.
+        problem: why the calls cannot be saved, or None.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -66,7 +66,7 @@ class Recording:
         """Set the function whose calls are recorded."""
         self._function = function
 
-    # The methods that Dynamo calls.
+    # Dynamo calls the following methods.
 
     def is_initialized(self) -> bool:
         """Return True, because there is nothing to initialize."""
@@ -74,7 +74,7 @@ class Recording:
 
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
-        """Enter the context of one compilation, in which torch generates code and guards that can be saved."""
+        """Let one compilation generate code and guards that can be saved."""
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)
@@ -99,7 +99,7 @@ class Recording:
         self.compiled.append(RecordedCall(code, guards, self._modules, values))
 
     def add_backend_id(self, name: str, call: Callable[..., object] | None = None) -> None:
-        """Record a compiled graph, which the code calls by the global ``name``."""
+        """Record a compiled graph. The code calls the graph as the global ``name``."""
         if call is not None:
             self._graphs[name] = call
 
@@ -127,6 +127,6 @@ class Recording:
 
 
 def globals_of(code: CodeType) -> set[str]:
-    """Return the names of the globals that a function, or a function nested in it, reads."""
+    """Return the names of the globals that a function and its nested functions read."""
     found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return found.union(*(globals_of(const) for const in code.co_consts if isinstance(const, CodeType)))

@@ -51,7 +51,7 @@ def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
 
 
 def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
-    """Record what is compiled for the calls of ``run``. Raises :class:`ExportError` if it cannot be saved."""
+    """Record the code compiled for the calls of ``run``. Raises :class:`ExportError` if it cannot be saved."""
     forward = forward_of(twin)
     forward.unwrap()
     recording = Recording({id(value): name for name, value in references(twin).items()})
@@ -71,8 +71,8 @@ def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
 
 
 def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
-    """Repeat ``run`` with the compiled calls. Return the calls that it used, as file names with contents."""
-    # The last call is tried first, because sizes that are fixed in earlier calls are dynamic in it.
+    """Repeat ``run`` with the compiled calls. Return the files of the calls that were used, by name."""
+    # The last call is tried first, because more sizes are dynamic in later calls.
     written = [
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)
         for one in reversed(recording.compiled)
@@ -93,7 +93,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str,
         except ModelFileError as error:
             raise ExportError(f"{type(twin).__name__} cannot be saved: when its calls are repeated, {error}") from error
         data: dict[str, bytes] = {}
-        # Calls are numbered in the order of compilation, in which they will also be needed.
+        # Calls are numbered in the order of compilation, which is also the likely order of use.
         for number, at in enumerate(at for at in reversed(range(len(entries))) if entries[at].hits):
             data |= dict(zip(names(number), written[at], strict=True))
             data |= {f"kernel_{key}.so": file.read_bytes() for key, file in used[at].items()}

@@ -2,7 +2,7 @@
 
 ``settings``: the settings. ``ranks``: the processes that serve one model together. ``loaded``: loading and compiling
 the model. ``bodies``: the requests that clients may send. ``reading``: the handlers of transformers, which read text in
-a thread. ``generation``: from token ids to answers, one request at a time. ``door``: the checks that every request
-passes first. ``app``: the routes. ``exposition``: the figures that Prometheus reads. ``trial``: the server's own first
-requests. ``server``: startup and shutdown.
+a thread. ``generation``: from a request's token ids to its answer. ``door``: the first checks of every request.
+``app``: the routes. ``exposition``: the figures for Prometheus. ``trial``: the server's own first requests. ``server``:
+startup and shutdown.
 """

@@ -1,4 +1,4 @@
-"""The FastAPI routes: those of ``transformers serve`` that answer requests, none that load or unload models."""
+"""The FastAPI routes of ``transformers serve``, except routes that load or unload models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server starts, stops, or could not answer this; Retry-After says when to try again."},
 }
 _LEFT = 499
-"""The status with which nginx reports a client that disconnected before the answer."""
+"""The status in nginx for a client that disconnected before the answer."""
 
 
 def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
@@ -50,7 +50,7 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         names = (str(part) for part in first["loc"] if part != "body")
-        # Pydantic adds the members of a union to the path. They are not fields of the request.
+        # Pydantic adds members of a union to the path, but these are not fields of the request.
         place = ".".join(name for name in names if name.isidentifier() or name.isdecimal())
         return refusal(422, f"{place or 'the body'}: {first['msg'].removeprefix('Value error, ')}")
 
@@ -86,7 +86,7 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
 
 
 class Desk:
-    """Accepts requests unless too many are waiting, and cancels requests whose clients have disconnected."""
+    """Accepts requests unless too many are waiting. Cancels requests whose clients have disconnected."""
 
     def __init__(self, settings: Settings, loaded: Loaded) -> None:
         self._settings, self._loaded = settings, loaded
@@ -109,7 +109,7 @@ class Desk:
     async def _answered(self, given: bodies.Body, request: Request) -> Any:
         path, request_id = request.url.path, request.state.request_id
         body, reader = given.asked(), self._loaded.readers[path]
-        body["stream"] = bool(given.stream)  # without the field, transformers would stream some answers
+        body["stream"] = bool(given.stream)  # if the field were missing, transformers would stream some answers
         inputs = await run_in_threadpool(reader.read, body)
         reader.bound(body, inputs, self._loaded.room)
         response = await _unless_gone(reader.answer(body, inputs, request_id, given), request)
@@ -118,7 +118,7 @@ class Desk:
         return response
 
     def let_go(self, request_id: str) -> None:
-        """Forget a request that is answered, or whose client has disconnected."""
+        """Forget a request that was answered or whose client has disconnected."""
         self.live -= 1
         if self._loaded.generation is not None:
             self._loaded.generation.cancel(request_id)
@@ -132,14 +132,14 @@ class Ticket:
         desk.live += 1
 
     def leave(self) -> None:
-        """Note that the request is over, however it ended."""
+        """Note that the request has ended, successfully or not."""
         if self._here:
             self._here = False
             self._desk.let_go(self._id)
 
 
 class TicketedResponse(Response):
-    """A response that keeps its ticket until it has been sent or sending has failed."""
+    """A response that keeps a ticket until the response has been sent or sending has failed."""
 
     def __init__(self, response: Response, ticket: Ticket) -> None:
         self._response, self._ticket = response, ticket
@@ -172,7 +172,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _with_end(parts: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """Add the final event, which clients of OpenAI's interface expect and transformers omits."""
+    """Add the final event. Clients of OpenAI's interface expect it, and transformers omits it."""
     async for part in parts:
         yield part
     yield "data: [DONE]\n\n"

@@ -1,6 +1,6 @@
-"""The requests that clients may send. Fields that this server reads are checked; requests for unsupported things fail.
+"""The requests that clients may send. Fields that this server reads are checked, and unsupported features are refused.
 
-All other fields of OpenAI's interface are passed to the handlers of transformers, which ignore them.
+The handlers of transformers receive all other fields of OpenAI's interface, and ignore them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MOST_STOPS = 16
 _NEUTRAL = object()
-"""Marks unsupported fields. Their only permitted values request nothing."""
+"""Marks unsupported fields. Only values that request nothing are permitted."""
 
 
 def _only(*neutral: Any) -> Any:
-    """Declare an unsupported field, which may only have a value that requests nothing."""
+    """Declare an unsupported field. ``neutral`` lists the permitted values, which request nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
@@ -39,7 +39,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class Body(BaseModel):
     """The fields that all requests have."""
 
-    # Other fields are passed to transformers, which refuses fields that OpenAI's interface does not have.
+    # transformers receives other fields, and refuses fields that OpenAI's interface does not have.
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="The name of the model; by default that of the server.")
@@ -56,13 +56,13 @@ class Body(BaseModel):
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     generation_config: _only() = None  # type: ignore[valid-type]
-    # Fields of vLLM that OpenAI's interface does not have; load generators send them.
+    # Fields of vLLM that OpenAI's interface does not have. Load generators send these fields.
     repetition_penalty: _only(1) = None  # type: ignore[valid-type]
     top_k: Annotated[int, Field(ge=-1), BeforeValidator(_number)] | None = Field(None, description="0 or -1: of all.")
     ignore_eos: StrictBool | None = Field(None, description="Only a length or a stop string ends the answer.")
 
     def asked(self) -> dict[str, Any]:
-        """Return the fields for the handlers of transformers, without neutral values and fields unknown to them."""
+        """Return the fields for the handlers of transformers. Unsupported and unknown fields are left out."""
         nothing = {name for name, field in type(self).model_fields.items() if _NEUTRAL in field.metadata}
         return self.model_dump(exclude_unset=True, exclude={*nothing, "top_k", "ignore_eos"})
 

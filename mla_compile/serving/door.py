@@ -1,6 +1,6 @@
-"""What happens before a request is read: it gets an id, and under ``/v1/`` its key, size and duration are checked.
+"""The first checks of a request. Each request gets an id. Under ``/v1/``, key, size and duration are checked.
 
-The server uses its own ids. An id that a client sends is returned to this client, and has no other use.
+The server uses its own ids. An id that a client sends is only returned to this client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_compile.serving.settings import Settings
 
 _ID = "x-request-id"
 _DRAINED = 16
-"""A body above the limit is read and discarded up to this many times the limit: a client that is still sending would
+"""A body above the limit is read and discarded, up to this multiple of the limit. A client that is still sending would
 not read the refusal."""
 
 
@@ -27,7 +27,7 @@ class Gone(Exception):  # noqa: N818
 
 
 def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """Return an error response in the form of OpenAI's interface."""
+    """Return an error response in the format of OpenAI's interface."""
     count("refused_requests", status=str(status))
     told = message.encode("utf-8", "backslashreplace").decode()
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -36,7 +36,7 @@ def refusal(status: int, message: str, headers: dict[str, str] | None = None) ->
 
 
 class Door:
-    """Checks requests, and passes accepted ones to the application with their whole bodies."""
+    """Checks requests, and gives accepted requests with their whole bodies to the application."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
@@ -102,7 +102,7 @@ class Door:
 
 
 def _whole(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first delivers the body that was already read."""
+    """Return a ``receive`` that first delivers ``body``, which was already read."""
     read = False
 
     async def again() -> Message:

@@ -1,4 +1,4 @@
-"""The figures of :func:`mla_compile.metrics`, as Prometheus reads them."""
+"""The figures of :func:`mla_compile.metrics` in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Figures:
 
 @cache
 def registry() -> CollectorRegistry:
-    """Return a registry for the server's figures alone. Other libraries use the process-wide registry."""
+    """Return a registry for the server's figures. Other libraries use the process-wide registry."""
     made = CollectorRegistry(auto_describe=False)
     made.register(_Figures())
     return made

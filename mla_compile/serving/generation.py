@@ -1,4 +1,4 @@
-"""Turn token ids into answers. Each request is handled separately, up to its stop strings and within its time limit."""
+"""Turn token ids into answers. Each request has its own stop strings and time limit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LATER = {"Retry-After": "1"}
 
 
 class _UpToStop:
-    """A queue of pieces of text, which ends before the first stop string."""
+    """A queue of pieces of text that ends before the first stop string."""
 
     def __init__(self, queue: asyncio.Queue[object], stops: Sequence[str], found: Callable[[], None]) -> None:
         self._queue, self._stops, self._found = queue, stops, found
         self._held, self._done = "", False
 
     def put_nowait(self, item: object) -> None:
-        """Put the text that may be sent. Hold back the end of the text if a stop string may begin there."""
+        """Put text into the queue. If a stop string may begin at the end of the text, hold back this end."""
         if self._done:
             return
         if not isinstance(item, str) or isinstance(item, ReasoningText):
@@ -50,12 +50,12 @@ class _UpToStop:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of ``text`` with which ``stop`` begins."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class _Streamer(CBStreamer):
-    """The streamer of one request. Cancelling it twice, or after the request has ended, does nothing."""
+    """The streamer of one request. Further calls of ``cancel``, and calls after the request's end, do nothing."""
 
     def __init__(self, generation: ServedGeneration, request_id: str, *args: object, **kwargs: object) -> None:
         super().__init__(generation.manager, request_id, *args, **kwargs)
@@ -71,10 +71,10 @@ class _Streamer(CBStreamer):
 
 
 class ServedGeneration(BaseGenerateManager):
-    """The manager to which the handlers of transformers submit their requests.
+    """The manager to which the handlers of transformers submit requests.
 
-    A request that takes longer than ``seconds`` ends with an error. A failure is reported as status 503 (the client may
-    try again), or as an error in the stream.
+    If a request takes longer than ``seconds``, it ends with an error. A failure is reported as status 503 (the client
+    may try again), or as an error in the stream.
     """
 
     def __init__(self, manager: LatentManager, seconds: float) -> None:
@@ -152,7 +152,7 @@ class ServedGeneration(BaseGenerateManager):
         return processor.decode(output.generated_tokens, skip_special_tokens=True), len(ids), output.generated_tokens
 
     async def _up_to_stop(self, queue: asyncio.Queue[str | _StreamError | None], request_id: str) -> str:
-        """Return the whole text that a streamer puts into ``queue``. The text ends before the first stop string."""
+        """Return the whole text of ``queue``. The text ends before the first stop string."""
         texts: list[str] = []
         try:
             while (item := await queue.get()) is not None:
@@ -215,5 +215,5 @@ def _stops(gen_config: GenerationConfig) -> list[str]:
 
 
 def _error(message: str) -> _StreamError:
-    """Escape a message, because the handlers put it into a JSON string unchanged."""
+    """Escape a message for the handlers, which put messages into a JSON string unchanged."""
     return _StreamError(json.dumps(message)[1:-1])

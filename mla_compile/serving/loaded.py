@@ -24,11 +24,11 @@ logger = logging.getLogger("mla_compile")
 
 
 class Loaded:
-    """The state of the model while it is loaded and served. ``told`` is called with each stage as it begins.
+    """The state of the model while it is loaded and served. ``told`` is called with each new stage.
 
     Attributes:
         stage: the current stage in words.
-        problem: the error that keeps the model from being served, if there is one.
+        problem: the error that keeps the model from being served, or None.
         ready: whether requests are answered.
     """
 
@@ -45,8 +45,8 @@ class Loaded:
     def load(self, try_out: Callable[[], None] = lambda: None) -> None:
         """Load the weights, rewrite and compile the graphs, start the loop and call ``try_out``.
 
-        All ranks except the first only run the steps that the first rank requests. Raises :class:`InputError` for a
-        model that cannot be loaded, that has no latent attention, or that transformers cannot divide among ranks.
+        All ranks except the first only run the steps that the first rank requests. Raises :class:`InputError` if the
+        model cannot be loaded, has no latent attention, or cannot be divided among ranks by transformers.
         """
         begin = time.monotonic()
         settings = self._settings
@@ -88,7 +88,7 @@ class Loaded:
             "max_requests_per_batch": settings.max_requests,
         }
         config = ContinuousBatchingConfig(**{name: value for name, value in asked.items() if value is not None})
-        # Each request has its own sampling settings, whose defaults come from the model's config.
+        # Each request has its own sampling settings. Their defaults come from the model's config.
         greedy = GenerationConfig(do_sample=False, eos_token_id=fast.generation_config.eos_token_id, pad_token_id=0)
         manager: LatentManager = fast.init_continuous_batching(
             generation_config=greedy, continuous_batching_config=config
@@ -103,7 +103,7 @@ class Loaded:
         self.stage = f"compiling {what}"
 
     def check(self) -> None:
-        """Raise :class:`HTTPException` unless requests are answered."""
+        """Raise :class:`HTTPException` if no requests are answered now."""
         if (why := self.trouble()) is not None:
             raise HTTPException(503, f"the server is not ready: {why}", LATER)
 
@@ -119,7 +119,7 @@ class Loaded:
         )
 
     def waiting(self, live: int) -> int:
-        """Return how many of the ``live`` requests have not started."""
+        """Return the number of ``live`` requests that have not started."""
         processor = self.manager.batch_processor
         return live - (0 if processor is None else len(processor.scheduler.active_requests))
 
@@ -131,7 +131,7 @@ class Loaded:
 
 
 class _Models(ModelManager):
-    """Reads a tokenizer and a model as ``transformers serve`` does."""
+    """Reads a tokenizer and a model, like ``transformers serve``."""
 
     def __init__(self, settings: Settings, ranks: ServerRanks) -> None:
         self._ranks = ranks
@@ -169,5 +169,5 @@ class _Models(ModelManager):
 
 
 def _positions(model: PreTrainedModel) -> int:
-    """Return the longest sequence for which the model was made."""
+    """Return the maximum sequence length of the model."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62)

@@ -1,7 +1,7 @@
 """The processes that serve one model together, started by torchrun.
 
-All of them load the same model, compile the same graphs and run the same steps. The first process listens, and the
-scheduler of transformers distributes its requests to the others.
+All processes load the same model, compile the same graphs and run the same steps. Only the first process listens. The
+scheduler of transformers distributes requests to the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mla_compile.serving.settings import Settings
 
 @dataclass(frozen=True)
 class ServerRanks:
-    """This rank's ``number`` among ``count`` ranks, and how many share weights (``tensor``) and rows (``context``).
+    """This rank's ``number`` among ``count`` ranks.
 
-    Ranks that share rows either hold the weights together, too, or each have a copy of the weights.
+    ``tensor``: how many ranks share weights. ``context``: how many ranks share rows. Ranks that share rows either share
+    weights, too, or have a copy each.
     """
 
     number: int = 0
@@ -31,7 +32,7 @@ class ServerRanks:
 
     @classmethod
     def of(cls, settings: Settings) -> ServerRanks:
-        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` specify other ranks."""
+        """Return the ranks of torchrun. Raises :class:`OptionError` if ``settings`` specify other ranks."""
         started = dist.is_available() and dist.is_torchelastic_launched()
         number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)
         context = settings.context_parallel

@@ -1,9 +1,9 @@
 """The handlers of transformers for a model that is already loaded, with text read outside of the event loop.
 
-A handler is a coroutine that checks a request, tokenizes its text, submits the token ids and answers. Tokenizing
-megabytes takes seconds. Meanwhile the event loop could not answer any request. So each handler runs twice: first in a
-thread, until it has the token ids, and then on the event loop with these ids. In the thread, any error of a template or
-tokenizer is attributed to the client's text.
+A handler is a coroutine that checks a request, tokenizes text, submits the token ids and answers. Tokenizing megabytes
+takes seconds, in which the event loop could answer no request. So each handler runs twice. The first run is in a
+thread, and ends when the handler has the token ids. The second run is on the event loop, with these ids. Errors of a
+template or tokenizer in the thread are attributed to the client's text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Read(Exception):  # noqa: N818  not an error: it ends the first run
 class _TextRequest:
     """A stand-in for the tokenizer.
 
-    In the first run it tokenizes the text and ends the run. In the second run it returns the same tokens.
+    In the first run it tokenizes the text and ends the run. In the second run it returns these tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, inputs: BatchEncoding | None = None) -> None:
@@ -75,7 +75,7 @@ class ServedModel(GenerationState):
         self.name, self.model, self.tokenizer, self.generation = name, model, tokenizer, generation
 
     def use_continuous_batching(self, *_: object) -> bool:
-        """Return True, because the model is always served by continuous batching."""
+        """Return True, because this server always uses continuous batching."""
         return True
 
     def get_manager(self, *_: object, **__: object) -> ServedGeneration:
@@ -118,7 +118,7 @@ LIMITS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens",),
 }
-"""The fields in which each kind of request limits the number of tokens. The first field that is present is used."""
+"""The fields that limit the number of tokens, for each kind of request. The first field that is present is used."""
 
 
 class RequestReader:
@@ -152,7 +152,7 @@ class RequestReader:
         raise AssertionError("a handler of transformers that reads no text")
 
     def bound(self, body: dict[str, Any], inputs: BatchEncoding, room: int) -> None:
-        """Limit the number of new tokens so that prompt and answer together have at most ``room`` tokens.
+        """Limit the number of new tokens, so that prompt and answer together have at most ``room`` tokens.
 
         Raises :class:`HTTPException` if the prompt is empty or leaves no tokens for the answer.
         """
@@ -166,7 +166,7 @@ class RequestReader:
         body[self._limits[0]] = min(left, 1024 if wanted is None else wanted)
 
     async def answer(self, body: dict[str, object], inputs: BatchEncoding, request_id: str, given: Body) -> Response:
-        """Return the response of the handler of transformers. ``given`` is the request as the client sent it."""
+        """Return the response of transformers' handler. ``given`` is the client's original request."""
         _given.set(given)
         _text.set(_TextRequest(self._state.tokenizer, inputs))
         response: Response = await self._handler.handle_request(body, request_id)

@@ -1,4 +1,4 @@
-"""Start and shut down. After SIGTERM no more requests are accepted, and running requests have some time to end."""
+"""Start and shut down a server. After SIGTERM, new requests are refused, and running requests get time to end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from mla_compile.serving.settings import Settings
 from mla_compile.serving.trial import try_out
 
 _AT_ONCE = 143
-"""The exit status of a process that was ended by SIGTERM."""
+"""The exit status of a process that SIGTERM has ended."""
 
 
 class Server:
     """A server of one model.
 
-    It listens before the model is ready, so that ``/health`` can show the current stage. If :meth:`load` is called
-    first, the server is ready as soon as it listens. ``told`` is called with each stage as it begins.
+    The server listens before the model is ready, so that ``/health`` can show the current stage. If :meth:`load` is
+    called before :meth:`run`, the model is ready when the server begins to listen. ``told`` is called with each new
+    stage.
     """
 
     def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
-        # This logger is silenced, because transformers logs the arrival of each request.
+        # Silence this logger, because transformers logs the arrival of each request.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         self.loaded = Loaded(settings, told)
         self.desk = Desk(settings, self.loaded)
@@ -47,7 +48,7 @@ class Server:
 
     def _first_requests(self) -> None:
         try_out(self.app)
-        # The objects that exist now are permanent. A garbage collection that searches them would block for a third of a
+        # The objects that exist now are permanent. Searching them in each garbage collection would take a third of a
         # second.
         gc.collect()
         gc.freeze()
@@ -62,7 +63,7 @@ class Server:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT. A second signal ends the process at once.
 
-        Raises the error that kept the model from loading, or that ended a rank.
+        Raises the error with which loading or a rank has failed.
         """
         settings = self._settings
         config = uvicorn.Config(
@@ -77,7 +78,7 @@ class Server:
             threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
         try:
             http.run()
-        finally:  # if uvicorn exits, the generation loop would keep the process alive
+        finally:  # otherwise the generation loop would keep the process alive
             self.loaded.stop()
         if self.loaded.problem is not None:
             raise self.loaded.problem
@@ -100,11 +101,10 @@ class Server:
 
 
 def follow(settings: Settings) -> None:
-    """Serve as a rank other than the first: run the steps that the first rank requests, and end when it ends.
+    """Serve as a rank other than the first. Run the steps that the first rank requests, until the first rank ends.
 
     Raises the errors of :meth:`Loaded.load`, and :class:`RankError` if another rank fails. After loading, this process
-    ignores the first signal, because the first rank has the requests and ends all ranks. A second signal ends this
-    process at once.
+    ignores the first signal, because the first rank ends all ranks. A second signal ends this process at once.
     """
     seen: list[int] = []
 
@@ -130,7 +130,7 @@ class _Http(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop.
 
-        Uvicorn's own method would raise the signal again at the end, which would set the exit status.
+        Uvicorn's own method would raise the signal again at the end, and thus change the exit status.
         """
         if self.should_exit:
             os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)

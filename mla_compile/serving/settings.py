@@ -15,21 +15,21 @@ class Settings:
     Attributes:
         model: a folder, or a name that ``from_pretrained`` takes.
         name: what clients call the model; by default ``model``.
-        host, port: the address on which the server listens; by default other machines cannot reach it.
-        dtype, device: as for ``transformers serve``.
+        host, port: the server's address; by default other machines cannot reach it.
+        dtype, device: see ``transformers serve``.
         quantization: "bnb-4bit" or "bnb-8bit".
-        tensor_parallel: the number of ranks that hold the weights together; by default all that torchrun started.
+        tensor_parallel: the number of ranks that hold the weights together; by default all ranks of torchrun.
         context_parallel: the number of ranks that share the rows of each request.
         trust_remote_code: whether to run the Python code that is stored with the weights.
-        max_model_len: the most tokens of one request, prompt and answer together; by default the limit in the config.
-        page_size, pages: the tokens of a page, and the pages of the pool (by default as many as fit in memory).
-        max_batch_tokens: the most prompt tokens in one step.
-        max_requests: the most requests in one step.
-        max_waiting: the most requests that wait, at least 1; further requests are answered with 429.
-        max_body: the most bytes of one request; larger requests are answered with 413.
-        timeout: the seconds for a request to arrive. The same limit applies from its submission as token ids to its
-            last token.
-        grace: the seconds in which running requests may end after SIGTERM.
+        max_model_len: the maximum tokens of one request, prompt and answer together; by default the config's limit.
+        page_size, pages: tokens per page, and pages in the pool (by default as many as fit in memory).
+        max_batch_tokens: the maximum prompt tokens in one step.
+        max_requests: the maximum requests in one step.
+        max_waiting: the maximum waiting requests, at least 1; further requests are answered with 429.
+        max_body: the maximum bytes of one request; larger requests are answered with 413.
+        timeout: the seconds for a request to arrive. An equal limit applies from the submission of token ids to the
+            last token of the answer.
+        grace: the seconds that running requests have after SIGTERM.
         api_key: the key that clients must send as ``Authorization: Bearer``; None requires no key.
         warm_up: whether to compile for all expected sizes before the server is ready.
         options: the options of :func:`mla_compile.continuous_batching`.

@@ -1,4 +1,4 @@
-"""The server's own first requests, so that no client waits for imports and compilation on first use."""
+"""The server's own first requests. They trigger imports and compilation, so that no client waits for these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger("mla_compile")
 TRIAL = "trial"
-"""The id of these requests. Clients' requests have random ids, so no client's request has this id."""
+"""The id of the server's own requests. Clients' requests have random ids."""
 _BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "a b c"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
@@ -20,7 +20,7 @@ _BODIES: dict[str, dict[str, object]] = {
 def try_out(app: ASGIApp) -> None:
     """Send each kind of request, streamed and not streamed.
 
-    Refusals are only logged (without a chat template, for example).
+    Refusals, for example because there is no chat template, are only logged.
     """
     for path, body in _BODIES.items():
         for stream in (False, True):

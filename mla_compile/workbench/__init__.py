@@ -1,1 +1,1 @@
-"""The work behind the commands: measuring decode steps, planning for a machine, and the demo."""
+"""What the commands do: measuring decode steps, planning for a machine, and the demo."""

@@ -1,7 +1,7 @@
 """``mla-compile bench``: time decode steps of a model in eager, Inductor and mla, in turns on this machine.
 
-The model's layers keep their sizes, but only a few layers and a small vocabulary are built. A published model then fits
-on a small machine, and most of the measured time is attention. Timing starts only after all variants return the same
+Only a few layers and a small vocabulary are built, but layers have their full size. A published model then fits on a
+small machine, and most of the measured time is attention. Timing starts only after all variants have returned equal
 logits.
 """
 
@@ -33,7 +33,7 @@ VARIANTS = ("eager", "inductor", "mla")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = 256
 _DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_PART_OF_FREE = 0.8  # the share of free memory to use; the rest is for the compiler and for other programs
+_PART_OF_FREE = 0.8  # the share of free memory to use; the compiler and other programs need the rest
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class BenchSettings:
 class BenchRow:
     """Results at one context length.
 
-    ``too_large`` lists the variants that do not fit in memory. ``error`` (of logits) and ``seconds`` (per step) are by
-    variant.
+    ``too_large`` lists the variants that do not fit in memory. ``error`` maps each variant to the error of its logits.
+    ``seconds`` maps each variant to its times per step.
     """
 
     context: int
@@ -99,7 +99,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure. Nothing of it has been allocated yet."""
+    """A model to measure, which is not allocated yet."""
 
     config: PreTrainedConfig
     facts: Facts
@@ -114,8 +114,8 @@ class Subject:
     def bytes_at(self, tokens: int, *, expanded: bool) -> int:
         """Estimate the bytes of the weights and of a step at ``tokens``.
 
-        The latent rows are counted three times (pool, cache, next cache). If K and V are expanded, one layer's K and V
-        are counted, too, with the copies that eager PyTorch makes of them.
+        Latent rows are counted three times (pool, cache, next cache). If ``expanded``, the K and V of one layer and
+        eager PyTorch's copies are added.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
         values: float = self.facts.weights.total
@@ -129,7 +129,7 @@ class Subject:
 def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
     """Read the config in a file or directory, and cut it to ``layers`` layers and a small vocabulary.
 
-    Raises :class:`InputError` if it cannot be read or cut.
+    Raises :class:`InputError` if the config cannot be read or cut.
     """
     if source.startswith("python:"):
         raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
@@ -175,7 +175,7 @@ def config_with(dims: Dims, layers: int) -> PreTrainedConfig:
 def subject(config: object, notes: tuple[str, ...], settings: BenchSettings) -> Subject:
     """Survey a model without allocating it.
 
-    Raises :class:`InputError` if it does not fit in memory, :class:`NothingToCompareError` if nothing is absorbed.
+    Raises :class:`InputError` if it needs too much memory, and :class:`NothingToCompareError` if nothing is absorbed.
     """
     found = survey_config(config, settings.dtype)
     if not found.report.absorbed:
@@ -221,7 +221,7 @@ class Bench:
 
     @torch.no_grad()
     def run(self) -> Iterator[str]:
-        """Run everything and yield the name of each stage before it begins; ``rows`` grows meanwhile.
+        """Run everything, and yield the name of each stage before the stage begins. Results are added to ``rows``.
 
         Raises :class:`NothingToCompareError` if the variants' results differ.
         """
@@ -260,8 +260,7 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # The pool and the weights fit in memory together. At a context where the expanded form does not fit, only mla
-        # is measured.
+        # The pool and the weights fit in memory together. If the expanded form does not fit, only mla is measured.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)

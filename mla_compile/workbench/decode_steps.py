@@ -1,7 +1,7 @@
-"""Decode steps of a transformers causal language model, called as generate() calls them, on caches of random rows.
+"""Decode steps of a transformers causal language model, with the arguments of generate(), on random cache rows.
 
 Caches are not filled by running a prompt. Attention takes just as long on random rows, and reading a prompt of 100,000
-tokens would take longer than everything that is measured.
+tokens would take longer than all measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 WARM_UP = (97, 98, 99)
-"""Contexts to step through before timing: the graph is compiled with a static size, then a symbolic one, then kept."""
+"""Contexts of steps before timing. The first compiles for a static size, the second for a symbolic size."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """The allowed difference of logits, relative to the largest logit."""
@@ -30,9 +30,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 def variants(
     model: PreTrainedModel, names: Sequence[str], codegen: str = "inductor"
 ) -> dict[str, Callable[..., CausalLMOutputWithPast]]:
-    """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our own backend (``mla``).
+    """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by mla_compile (``mla``).
 
-    With ``codegen="eager"``, the compiled variants directly run the graphs that Inductor would otherwise receive.
+    If ``codegen`` is "eager", the compiled variants run their graphs without Inductor.
     """
     made: dict[str, Callable[..., CausalLMOutputWithPast]] = {}
     for name in names:
@@ -89,7 +89,7 @@ class DecodeSteps:
         return cache
 
     def inputs(self, tokens: int, cache: Cache) -> dict[str, object]:
-        """Return the arguments that generate() passes to the model for the token after ``tokens`` cached tokens."""
+        """Return the arguments that generate() gives the model for the token after ``tokens`` cached tokens."""
         static = hasattr(cache.layers[0], "cumulative_length")
         if static:
             for layer in cache.layers:
@@ -104,9 +104,9 @@ class DecodeSteps:
         return prepared
 
     def step(self, variant: str, tokens: int, cache: Cache | None = None) -> tuple[float, Tensor]:
-        """Return seconds and logits of one decode step, timed from an idle device until it is idle again.
+        """Return seconds and logits of one decode step. The device is idle before and after the step.
 
-        Without a ``cache``, the second step in a growing cache is timed, because the first step copies the given rows.
+        If ``cache`` is None, the second step in a growing cache is timed, because the first step copies the rows.
         """
         if cache is None:
             cache = self.dynamic(tokens - 1)
@@ -120,11 +120,11 @@ class DecodeSteps:
 
 
 def _cut(rows: Tensor, tokens: int) -> Tensor:
-    """Return the first rows as a new contiguous tensor: compiled code checks the stride even of a batch of one."""
+    """Return a contiguous copy of the first rows, because compiled code checks strides even if the batch is 1."""
     return rows[:, :, :tokens].clone(memory_format=torch.contiguous_format)
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return each variant's largest difference from the first variant's logits, divided by the largest of those."""
+    """Return each variant's largest difference from the first variant, divided by the first variant's largest logit."""
     (_, reference), *others = logits.items()
     return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

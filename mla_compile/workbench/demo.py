@@ -1,8 +1,8 @@
-"""The demo: decode a small model in the shape of DeepSeek-V3 before and after optimizing, compare and time both.
+"""The demo: decode a small model like DeepSeek-V3 before and after optimizing, compare the tokens, and time both.
 
-The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128). Heads, layers and model width
-are small enough for two CPU cores. Weights are seeded, so nothing is downloaded. This module prints nothing:
-:mod:`mla_compile.cli.app` shows what :func:`run` returns.
+The savings of absorption depend on L, R, N and V, so the demo has the model's real widths (L=512 R=64 N=128 V=128).
+Heads, layers and model width are small enough for two CPU cores. Weights are seeded, so nothing is downloaded.
+:mod:`mla_compile.cli.app` prints what :func:`run` returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The largest relative difference of logits that rounding explains between correct programs.
+# The largest relative difference of logits that rounding can cause.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 _CONFIG: dict[str, Any] = {
@@ -66,7 +66,7 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What to run; at each context length, ``rounds`` interleaved steps are timed."""
+    """What to run. At each context length, ``rounds`` interleaved steps are timed."""
 
     layers: int = 2
     contexts: tuple[int, ...] = (512, 2048, 8192)
@@ -86,11 +86,12 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the greedily decoded tokens of the original and the optimized model agree, for one prompt.
+    """Compares the greedily decoded tokens of the original and the optimized model for one prompt.
 
-    ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: at that step, the
-    original's two best logits differ by at most twice the largest difference between the models, so rounding decided.
-    ``logits_error``: the largest difference of logits divided by the largest logit, in the steps with equal inputs.
+    ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: whether rounding
+    explains that step. This is assumed if the original's two best logits differ by at most twice the largest difference
+    between the models. ``logits_error``: the largest difference of logits divided by the largest logit, in the steps
+    with equal inputs.
     """
 
     tokens: tuple[int, ...]
@@ -107,13 +108,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Timing:
-    """One decode step at one context length, in ``eager``, ``inductor`` and ``mla``, in interleaved rounds."""
+    """Times of a decode step at one context length for ``eager``, ``inductor`` and ``mla``, in interleaved rounds."""
 
     context: int
     times: Mapping[str, Times]
 
     def per_1000(self, last: Timing, variant: str) -> float | None:
-        """Return the milliseconds that each 1,000 more cached tokens add, from this context to that of ``last``.
+        """Return the milliseconds per 1,000 additional cached tokens, between this context and the context of ``last``.
 
         Return ``None`` if the spread of the times hides the difference.
         """
@@ -124,7 +125,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a model generated: tokens [count], logits [count, vocabulary], and the bytes per token in its cache."""
+    """What a model generated: tokens [count] and logits [count, vocabulary]. ``held``: the cache's bytes per token."""
 
     tokens: Tensor
     logits: Tensor
@@ -135,10 +136,10 @@ class Decoded:
 class DemoResult:
     """The results of the demo.
 
-    ``report`` describes a decode step at the longest context. ``precision_ratio`` compares each absorbed site's error
-    with the error of its original form, both against float64. It is the largest such ratio; ``None`` if no site was
-    checked. ``held``: the bytes per token in the caches of the original and the optimized model, measured after
-    generation.
+    ``report`` describes a decode step at the longest context. ``precision_ratio`` is the largest ratio, over all
+    absorbed sites, of the absorbed form's error to the original form's error, both against float64. It is ``None`` if
+    no site was checked. ``held``: the bytes per token in the caches of the original and the optimized model, measured
+    after generation.
     """
 
     settings: DemoSettings
@@ -150,7 +151,7 @@ class DemoResult:
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """The bytes per cached token that absorbed attentions read: K and V of all heads before, latent rows after."""
+        """The bytes per cached token that absorbed attentions read, before and after optimizing."""
         size = DTYPES[self.settings.dtype].itemsize
         absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
         expanded = sum(site.values_read_before or 0 for site in absorbed)
@@ -176,15 +177,15 @@ class DemoResult:
 
 
 def stages(settings: DemoSettings) -> int:
-    """Return how often :func:`run` calls ``progress``."""
+    """Return the number of times that :func:`run` calls ``progress``."""
     return 5 + len(settings.contexts)
 
 
 def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
-    """Build, optimize, compare and time; ``progress`` is called with the name of each stage as it begins.
+    """Build, optimize, compare and time a model. Call ``progress`` with the name of each stage at its beginning.
 
     Raises :class:`InputError` if transformers or a C++ compiler is missing or memory is too small, and
-    :class:`NothingToCompareError` if nothing was absorbed. Differing tokens raise nothing; see :attr:`Agreement.ok`.
+    :class:`NothingToCompareError` if nothing was absorbed. Different tokens raise no error: see :attr:`Agreement.ok`.
     """
     _check_memory(settings)
     require_compiler()
@@ -214,7 +215,7 @@ def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
 def _check_memory(settings: DemoSettings) -> None:
     """Raise :class:`InputError` if memory is too small.
 
-    The estimate is 14 million weights per layer, expanded K and V with eager's copies, and three caches.
+    The estimate includes 14 million weights per layer, expanded K and V with eager's copies, and three caches.
     """
     longest = max(settings.contexts)
     values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
@@ -227,7 +228,7 @@ def _check_memory(settings: DemoSettings) -> None:
 
 
 def _precision(report: Report | None) -> float | None:
-    """Return the worst ratio in a report on compiled graphs. Raise an error if they contain no absorbed site."""
+    """Return the worst ratio in a report on compiled graphs. Raise an error if no site was absorbed."""
     if report is None or not report.absorbed:
         found = "no graph with attention was compiled" if report is None else report.summary()
         raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
@@ -235,7 +236,7 @@ def _precision(report: Report | None) -> float | None:
 
 
 def build(settings: DemoSettings) -> PreTrainedModel:
-    """Build the model in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
+    """Build the model in eval mode. Seeded weights are scaled by fan-in, so that logits are far from uniform."""
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     except ImportError as error:
@@ -270,7 +271,7 @@ def generate(model: PreTrainedModel, prompt: Tensor, count: int) -> Decoded:
 
 
 def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreement:
-    """Compare two results of :func:`generate` up to the first differing token, after which the inputs differ."""
+    """Compare two results of :func:`generate` up to the first different token, because later inputs differ."""
     tokens, logits, other_tokens, other_logits = original.tokens, original.logits, optimized.tokens, optimized.logits
     different = (tokens != other_tokens).nonzero()
     first = int(different[0]) if len(different) else None
@@ -296,8 +297,8 @@ def measure(steps: DecodeSteps, context: int, rounds: int) -> Timing:
 
 
 def _decode_steps(model: PreTrainedModel, optimized: PreTrainedModel, settings: DemoSettings) -> DecodeSteps:
-    """Return steps of the original (eager and by Inductor) and the optimized model, called as generate() calls them."""
-    of_generate = {"logits_to_keep": 1, "return_dict": True}  # as in generate(), so that its compiled code is reused
+    """Return steps of the original model (eager and Inductor) and of the optimized model."""
+    of_generate = {"logits_to_keep": 1, "return_dict": True}  # like generate(), so that compiled code is reused
     models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
     calls = {name: torch.no_grad()(partial(one, **of_generate)) for name, one in models.items()}
     cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # heads, width: latents, rotary keys

@@ -1,8 +1,7 @@
-"""The floor of one pass: a decode step, the drafting of the next step's tokens, or the reading of prompts.
+"""The floor of one pass. A pass is a decode step, the drafting for the next step, or the reading of prompts.
 
-A floor adds up what happens in sequence: the attention of every layer, the choice of its keys, everything else, and the
-traffic on links. Each part takes the longer of its memory time and its arithmetic time. Floors of consecutive passes
-add up.
+A floor is the sum of four times: attention, choosing the keys of attention, everything else, and traffic on links. The
+first three are each the longer of memory time and arithmetic time. Floors of consecutive passes add up.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Attention:
     """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
 
     ``N`` and ``V`` are the widths to which prompts expand latent rows. ``J``: the number of tokens that a query attends
-    to, 0 for all. ``F``: the FLOPs per context token for choosing these tokens; 0 if no tokens are chosen or another
-    attention chose them. ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the
-    number of latest tokens that each have a row in addition.
+    to, 0 for all. ``F``: the FLOPs per context token for choosing these tokens; 0 if this attention chooses no tokens.
+    ``every``: the number of tokens that a row represents, 0 if no row is kept for good. ``window``: the number of
+    latest tokens that have an additional row each.
     """
 
     count: int
@@ -53,9 +52,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Floor:
-    """The seconds of passes on one machine, by cause. ``network_bytes`` is what crosses the links of a machine.
+    """The least time that one or more passes take on one machine, in seconds for each cause.
 
     ``attention_s``, ``choosing_s``, ``weights_s``: the longer of memory time and arithmetic time, summed over passes.
+    ``network_bytes``: the bytes on the links of the machine.
     """
 
     cache_memory_s: float
@@ -85,7 +85,7 @@ class Floor:
 
     @property
     def busiest_s(self) -> float:
-        """The seconds of memory, arithmetic or links, whichever is longest: the floor if all three overlap fully."""
+        """The longest of memory, arithmetic and link time: the floor if all three overlap fully."""
         memory = self.cache_memory_s + self.choosing_memory_s + self.weight_memory_s
         arithmetic = self.attention_compute_s + self.choosing_compute_s + self.weight_compute_s
         return max(memory, arithmetic, self.network_s)
@@ -110,7 +110,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The layout of the machines, and the dtypes in which they read the cache and multiply weights."""
+    """The layout of the machines, the dtype of the cache, and the dtype in which weights are multiplied."""
 
     layout: Layout
     machine: Machine
@@ -118,7 +118,7 @@ class Deployment:
     arithmetic: str
 
     def floor(self, sites: tuple[Attention, ...], letters: Mapping[str, float], *, prompt: bool = False) -> Floor:
-        """Return the floor of a pass through attentions and weights; ``letters`` are sizes, users and tokens."""
+        """Return the floor of a pass. ``letters`` are sizes, users and tokens."""
 
         def of(what: str, site: Attention) -> float:
             return number(self.layout, what, values(site, letters, prompt=prompt), latent=site.latent, prompt=prompt)
@@ -127,7 +127,7 @@ class Deployment:
             return sum(s.count * of(what, s) for s in sites)
 
         def once(what: str) -> float:
-            return of(what, replace(sites[0], every=1, window=0))  # quantities that do not depend on the attention
+            return of(what, replace(sites[0], every=1, window=0))  # these quantities do not depend on the attention
 
         machine, peak = self.machine, self.machine.peak(self.cache_dtype)
         memory_s, compute_s = total("attention bytes") / machine.bandwidth, total("attention FLOPs") / peak
@@ -151,11 +151,11 @@ class Deployment:
 
 
 def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = False) -> dict[str, float]:
-    """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
+    """Return the inputs of the formulas: an attention's sizes, and ``letters``. Missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Keys are chosen only among rows that are kept for good. The formulas, however, count all tokens of a prompt, or
-    # all rows in a step. F is therefore scaled by the share of kept rows.
+    # Keys are chosen only among rows that are kept for good. But the formulas count all tokens of a prompt, or all rows
+    # in a step. Therefore scale F by the share of kept rows.
     older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

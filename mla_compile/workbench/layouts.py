@@ -1,4 +1,4 @@
-"""Plan one layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that these allow."""
+"""Plan one layout of a request: what fits in memory, the floors of a step and of prompts, and the tokens/s."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mla_compile.workbench.step_formulas import Layout, by_user, number
 
 @dataclass(frozen=True)
 class Prefill:
-    """One pass that reads all users' prompts: its floor in seconds, and prompt tokens/s of all machines together.
+    """The floor of one pass over all users' prompts, and prompt tokens/s of all machines together.
 
     ``first_token_s`` is the time for the prompt of a single user. ``tokens_per_s`` and ``most_tokens_per_s`` are
     defined as in :class:`LayoutPlan`.
@@ -38,15 +38,20 @@ class Prefill:
 class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``cache_bytes_per_user`` is the size at the full context. ``most_cache_bytes_per_user`` is the largest size up to
-    then, because tokens also take memory while they wait for the row that summarises them. ``most_users``: how many
-    users of this largest size fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
-    ``network_bytes``: the bytes that a machine exchanges with others in a step. ``choosing_memory_s`` and
-    ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 if there are none. ``tokens_per_s``
-    is for one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Rejected drafts are not
-    counted: a step adds ``tokens_per_step`` tokens to a user, and spends ``drafting_s`` on drafting.
-    ``served_tokens_per_s`` and ``most_served_tokens_per_s`` are the same rates if the machines also read the prompts;
-    ``None`` if the request leaves the number of output tokens open.
+    Attributes:
+        cache_bytes_per_user: the size at the full context.
+        most_cache_bytes_per_user: the largest size up to the full context. Tokens also take memory while they wait for
+            the row that summarises them.
+        most_users: the number of users with this largest size that fit in the memory of all machines.
+        bottleneck: the name of the longest part of the step.
+        network_bytes: the bytes that a machine exchanges with other machines in a step.
+        choosing_memory_s, choosing_compute_s: the time for choosing keys of sparse attentions; 0 if there are none.
+        tokens_per_s: the rate of one batch, step after step. Rejected drafts are not counted.
+        most_tokens_per_s: the rate of batches that take turns.
+        tokens_per_step: the tokens that a step adds per user.
+        drafting_s: the time for drafting in a step.
+        served_tokens_per_s, most_served_tokens_per_s: the rates if the machines also read the prompts; ``None`` if the
+            request has no number of output tokens.
     """
 
     layout: Layout
@@ -77,7 +82,7 @@ class LayoutPlan:
 
 
 class ModelPart(NamedTuple):
-    """The model, or its drafting layers: the attentions and letters of one copy, and the number of copies."""
+    """The model, or one drafting layer with its number of ``copies``."""
 
     sites: tuple[Attention, ...]
     letters: Mapping[str, float]
@@ -153,10 +158,7 @@ class Case:
         return lookup / share + sum(part.copies * self._once("weight bytes", part) for part in self.parts)
 
     def per_user(self, *, most: bool) -> float:
-        """Return a user's cached bytes on one machine that holds all or a share of them.
-
-        If ``most``, return the largest number up to this context.
-        """
+        """Return the bytes of a user's cache on one machine; if ``most``, the largest number up to this context."""
         beside = "bytes beside rows, per user" + ", at most" * most
         return sum(
             part.copies
@@ -174,7 +176,7 @@ class Case:
         return self.place.floor(sites, {**letters, "S": tokens, "O": tokens})
 
     def drafting(self) -> Floor | None:
-        """Return the floor of drafting the next step's tokens; ``None`` without drafts or known drafting layers."""
+        """Return the floor of drafting for the next step; ``None`` if there are no drafts or no known layers."""
         if len(self.parts) == 1:
             return None
         sites, own, count = self.parts[1]
@@ -184,7 +186,7 @@ class Case:
         return first * count + again * (self.request.draft_tokens - count)
 
     def prompts(self, users: int) -> Floor:
-        """Return the floor of a pass over the prompts of ``users`` users, with K and V made by the stored weights."""
+        """Return the floor of a pass over the prompts of ``users`` users. The stored weights make K and V."""
         tokens = self.request.prompt_tokens
         whole = {"B": users, "S": tokens, "T": tokens, "O": 1, "U": 0, "Z": 0}
         first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)
@@ -216,7 +218,7 @@ class Case:
 
 
 def attentions(model: Facts) -> tuple[Attention, ...]:
-    """Return the attentions of a model: latent ones in absorbed form, others with the heads of their cache."""
+    """Return a model's attentions. Latent attentions are absorbed, and others have the heads of their cache."""
     found = [
         Attention(s.count, d.H, L=d.L, R=d.R, N=d.N, V=d.V, J=s.chosen or 0, F=s.choosing_flops)
         for s in model.latent
@@ -252,7 +254,7 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
 
 
 def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) -> dict[str, float]:
-    """Return the bytes per weight by letter. For weights of heads, this is the average over all attention weights."""
+    """Return bytes per weight, by letter. ``E_h`` is the average over all attention weights."""
     if stored is None:
         return dict.fromkeys(("E_w", "E_h", "E_x"), WEIGHT_BYTES[dtype])
     attention, experts = stored.part("attention"), stored.part("routed experts")

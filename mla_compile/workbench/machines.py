@@ -1,4 +1,4 @@
-"""The machines that ``plan`` knows from ``devices.json``, or that a user describes in a file of the same form."""
+"""The machines of ``plan``, described in ``devices.json`` or in a user's file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REQUIRED = ("memory_bytes", "bytes_per_s", "flops_per_s")
 
 @dataclass(frozen=True)
 class Machine:
-    """An accelerator or a CPU socket: the figures of its data sheet, and the shares that good kernels reach.
+    """An accelerator or a CPU socket: data-sheet figures, and the shares that good kernels reach.
 
     Attributes:
         memory_bytes: the size of its memory.
         bytes_per_s: memory bandwidth.
         flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``, ``fp4``).
         link_bytes_per_s: the bandwidth to the other machines in one direction; ``None`` if there is no link.
-        node_machines: how many machines such links connect into a node; ``None`` means any number.
+        node_machines: the number of machines that links connect into a node; ``None`` means any number.
         network_bytes_per_s: the bandwidth between nodes per machine, in one direction.
         memory_share, compute_share: the shares of bandwidth and peak that a good kernel reaches.
     """
@@ -60,7 +60,7 @@ class Machine:
 
 
 def machine(name: str) -> Machine:
-    """Return the machine of this name in ``devices.json``, or the one that a YAML or JSON file describes.
+    """Return the machine of this name in ``devices.json``, or the machine that a YAML or JSON file describes.
 
     Raises :class:`InputError` for an unknown name or a file with wrong fields.
     """

@@ -1,12 +1,12 @@
-"""Plan what fits on a machine, and how fast decode steps and prompts can be at best, by formulas over a model's sizes.
+"""Compute from a model's sizes what fits on a machine, and the best possible speed of decode steps and prompts.
 
 A step reads the weights once and every user's cache once; a prompt is read in one pass. Real kernels overlap less than
-a floor assumes, so real steps are slower, never faster. A single step never keeps memory, arithmetic and links busy at
-once, but several batches that take turns can. Therefore the busiest of the three bounds tokens/s.
+a floor assumes, so real steps are slower. A single step cannot keep memory, arithmetic and links busy at once, but
+several batches that take turns can. The resource that is busy longest then limits tokens/s.
 
-A step may verify drafted tokens (speculative decoding): it computes all of them and reads everything once. Then each
-drafting layer passes over the accepted tokens and drafts one token of the next draft. Each further token of the draft
-takes one more pass of a drafting layer, over a single token.
+A step may verify drafted tokens (speculative decoding). It reads everything once for all drafted tokens. Then each
+drafting layer runs over the accepted tokens and drafts one token. Each further draft token takes another pass of a
+drafting layer over a single token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mla_compile.workbench.step_formulas import Layout, by_user
 
 SCHEMA = "mla_compile.plan/1"
 MOST_TP = 1024
-"""The most GPUs that :func:`least_tp` tries."""
+"""The maximum number of GPUs that :func:`least_tp` tries."""
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """Every layout of one request; ``stored`` describes the weights if the request takes them as stored."""
+    """All layouts of one request. ``stored`` describes stored weights if the request asks for these."""
 
     model: str
     family: str
@@ -50,7 +50,7 @@ class DeploymentPlan:
 
 
 def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
-    """Plan every layout that the request's machines allow, which is one for a single machine.
+    """Plan every layout that the request's number of machines allows.
 
     Raises :class:`InputError` if the request is invalid or cannot be planned for this model and machine.
     """
@@ -78,9 +78,9 @@ def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
 
 
 def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan | None:
-    """Return the plan for the fewest GPUs that fit the users, by doubling ``request.tp``; ``None`` if there is none.
+    """Double ``request.tp`` until the users fit, and return the plan; ``None`` if no number of GPUs suffices.
 
-    ``request.dcp`` is ignored: the plan contains every layout that this number of GPUs allows.
+    ``request.dcp`` is ignored.
     """
     tp = 2 * request.tp
     while tp <= MOST_TP and machine.link_bytes_per_s is not None:
@@ -94,7 +94,7 @@ def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan
 
 
 def _stored(model: Facts, request: Request) -> StoredWeights | None:
-    """Return the weights as stored if the request specifies that, else None."""
+    """Return a description of the stored weights if the request asks for it, else None."""
     if request.weight_dtype != AS_STORED:
         return None
     if model.stored is None:
@@ -103,7 +103,7 @@ def _stored(model: Facts, request: Request) -> StoredWeights | None:
 
 
 def _drafted(model: Facts) -> str:
-    """Describe in words what is counted for drafting."""
+    """Describe which work of drafting is counted."""
     if model.drafting is None:
         return "the config names no layers that draft (multi-token prediction): only verifying is counted"
     count, weights = model.drafting.count, model.drafting.layer.weights.total

@@ -26,7 +26,7 @@ USERS = tuple(2**i for i in range(11))
 
 
 def check(path: Path) -> None:
-    """Raise :class:`InputError` unless a plot can be written to ``path``; called before slow work."""
+    """Raise :class:`InputError` unless a plot can be written to ``path``. Called before slow work."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise InputError(f"{path} is neither .svg nor .png")
     checked(path)
@@ -37,7 +37,7 @@ def check(path: Path) -> None:
 
 
 def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
-    """Draw both plots of ``plan`` into one file; lines are dotted where the users do not fit in memory."""
+    """Draw both plots of ``plan`` into one file. Lines are dotted if the users do not fit in memory."""
     figure: Figure = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     request = replace(request, prompt=None, output=None)  # only steps are drawn; contexts may be shorter than a prompt

@@ -9,20 +9,20 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 
 AS_STORED = "as stored"
-"""The ``weight_dtype`` of a request that takes weights as the model's checkpoint stores them."""
+"""The ``weight_dtype`` of a request for weights in the formats of the model's checkpoint."""
 WEIGHT_BYTES = {**BYTES, "fp4": 0.5625}
-"""The bytes of a weight by dtype; ``fp4`` is NVFP4, where 16 values share a one-byte scale."""
+"""The bytes per weight of each dtype. ``fp4`` is NVFP4, where 16 values share a one-byte scale."""
 MOST_DRAFTS = 64
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to plan for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
+    """A request to plan for: ``users`` with ``context`` tokens each. ``reserve`` is the share of memory kept free.
 
     ``weight_dtype`` is one of :data:`WEIGHT_BYTES` for all weights, or :data:`AS_STORED`. A step verifies
-    ``draft_tokens`` per user. Each draft is accepted with probability ``acceptance`` if all earlier ones were accepted.
+    ``draft_tokens`` per user. If all earlier drafts were accepted, a draft is accepted with probability ``acceptance``.
     ``prompt``: the tokens that each user sends; ``None`` means the whole context. ``output``: the tokens that each user
-    gets; ``None`` leaves their number open.
+    gets; ``None`` means unknown.
     """
 
     context: int = 131072
@@ -44,11 +44,11 @@ class Request:
 
     @property
     def tokens_per_step(self) -> float:
-        """The average number of tokens that a step adds to a user's output: accepted drafts and one more."""
+        """The average number of tokens that a step adds to a user's output: accepted drafts and one other token."""
         return math.fsum(self.acceptance**i for i in range(1 + self.draft_tokens))
 
     def check(self) -> None:
-        """Raise :class:`InputError` for an impossible number of tokens or an impossible acceptance."""
+        """Raise :class:`InputError` if a number of tokens or the acceptance is impossible."""
         if not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected a whole number from 0 to {MOST_DRAFTS}")
         if not 0 <= self.acceptance <= 1:

@@ -1,7 +1,7 @@
 """Formulas for a pass on several machines (a decode step, or reading prompts): FLOPs, bytes, link traffic.
 
-A pass computes S tokens of each of B users: one token, one token and its drafts, or all tokens of a prompt. The tokens
-of a step read a user's cache once. If they choose keys, they read J rows, as if all of them chose the same keys. A
+A pass computes S tokens of each of B users: one token, one token and its drafts, or all tokens of a prompt. A step
+reads each user's cache once. If keys are chosen, a step reads J rows per user, as if all S tokens chose equal keys. A
 prompt attends causally, in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
 
 There are four ways to share B users with T tokens each among P machines:
@@ -9,24 +9,23 @@ There are four ways to share B users with T tokens each among P machines:
 * ``replicated``: each machine has H/P heads of all users. The latent row has no heads to split, so each machine holds
   all rows.
 * ``context``: groups of C (dcp) machines split the tokens; each machine has HC/P heads and T/C tokens of all users.
-* ``data``: each machine has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
+* ``data``: each machine has all heads of B/P users, and thus all weights of the heads. The rest of the model is split.
 * ``experts``: each machine has B/P users, all weights outside routed experts, and a share of the routed experts. A
   token is sent to each machine that has one of the token's k experts, and the sums are sent back. On another node, one
-  machine receives the token and passes it on. Every layer is assumed to have experts.
+  machine receives the token and distributes it. Every layer is assumed to have experts.
 
 The machines form Q nodes, which a slower network connects. Data that all machines exchange crosses this network once
-per node, and each machine of a node carries an equal part.
+per node, and each machine of a node sends an equal share.
 
-If the rest of the model is split, so is the vocabulary: embeddings are summed over the machines, and each machine gets
-all logits. With whole users on each machine (``data``), the tokens of all users are gathered, and each machine gets the
-logits of its own users.
+In all layouts except ``experts``, the vocabulary is split: embeddings are summed over the machines, and each machine
+gets all logits. In ``data``, the tokens of all users are gathered, and each machine gets only its own users' logits.
 
 Queries may choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556). Attention then reads J rows, but all
-T tokens are scored first to choose these rows. This choice is counted separately. The heads that score are not split,
-because each machine needs the whole top-k list. In a split context, each machine chooses among its own tokens, and the
-lists are merged.
+T tokens are scored first to choose these rows. The cost of scoring is counted separately. The heads that score are not
+split, because each machine needs the whole top-k list. In ``context``, each machine chooses among its own tokens, and
+the lists are merged.
 
-Prompts are not split by context. Machines that share a context compute their heads over the whole prompt, as in
+Prompts are not split by context. In ``context``, machines compute their heads over the whole prompt, like in
 ``replicated``, and keep only their share of the rows.
 """
 
@@ -61,9 +60,9 @@ W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights outside experts, 
 n, k = sympy.symbols("n k", positive=True)  # routed experts per layer, and experts per token
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
 F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
-Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes per user that are not rows: now, and at most
+Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes per user that are not rows: at T, and at most
 M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
-U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored, then not read
+U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized; stored, but no longer read
 
 MEANING = {
     B: "users",
@@ -106,14 +105,14 @@ MEANING = {
 
 def _attention(form: formulas.Form) -> formulas.Stage:
     found = next(stage for stage in formulas.stages(form) if stage.name == "attention")
-    # Assume that no rotary columns are added to other columns; ``formulas.A`` is the number of such columns.
+    # Assume that no rotary columns are added to other key columns: ``formulas.A`` is the number of added columns.
     alone = {what: getattr(found, what).subs(formulas.A, 0) for what in ("multiply_adds", "activations")}
     return replace(found, **alone)
 
 
 @cache
 def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
+    """Return FLOPs and bytes of one layer's decode attention on a single machine."""
     if latent:
         stage, rows = _attention("chained"), {T: J}
         return 2 * stage.multiply_adds.subs(rows), E * stage.activations.subs(rows)
@@ -122,7 +121,7 @@ def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
 
 @cache
 def prompt_core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return FLOPs and bytes for prompts: token i of S attends to i keys, or to at most J of them."""
+    """Return FLOPs and bytes for prompts. Token i of S attends to i keys, or to at most J keys if keys are chosen."""
     keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # averages over the tokens
     if latent:
         expanded, absorbed = _attention("expanded"), _attention("sparse")
@@ -138,7 +137,7 @@ def cache_values(*, latent: bool) -> sympy.Expr:
 
 
 def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
-    """Convert ``expression``, a quantity for one machine that does all the work, to one machine of a layout."""
+    """Convert a quantity for a machine that does all the work to the share of one machine in a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
@@ -152,12 +151,12 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[str, sympy.Expr]:
     """Return every quantity of one layout, per machine. Quantities of attention and network are per layer.
 
-    ``prompt``: for a pass over whole prompts, where S is T, instead of a decode step.
+    If ``prompt``, the quantities are for a pass over whole prompts (S is T) instead of a decode step.
     """
     if prompt and layout == "context":
         layout = "replicated"
     flops, moved = prompt_core(latent=latent) if prompt else core(latent=latent)
-    touched = X * (1 - (1 - k / n) ** (B * S))  # experts that at least one token takes, if all are equally likely
+    touched = X * (1 - (1 - k / n) ** (B * S))  # experts with at least one token, if all experts are equally likely
     heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
     network, between = _sent(layout, latent=latent)
     vocabulary, vocabulary_between = _sent_for_vocabulary(layout)
@@ -184,7 +183,7 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 def _multiplied(layout: Layout) -> sympy.Expr:
     """Return the FLOPs of weights.
 
-    A machine applies whole weights to its own users, and its share of split weights to all users.
+    A machine applies whole weights to its own users, and split weights to all users.
     """
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
@@ -195,14 +194,15 @@ def _multiplied(layout: Layout) -> sympy.Expr:
 
 
 def by_user(layout: Layout) -> bool:
-    """Whether each machine has all heads of its own users, whose caches no other machine holds."""
+    """Whether each machine has all heads of its own users, and alone holds their caches."""
     return layout in ("data", "experts")
 
 
 def _sent(layout: Layout, *, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a machine sends for a layer: in total, and to other nodes."""
     if layout == "experts":
-        # Each of BS/P tokens goes to every other machine that has one of its k experts, all of them equally likely.
+        # Each of BS/P tokens is sent to every other machine that has one of the token's k experts. All experts are
+        # equally likely.
         to_experts = [B * S / P * (count - 1) * (1 - (1 - 1 / count) ** k) * D * (A_x + A) for count in (P, Q)]
         return to_experts[0], to_experts[1]
     times = 1 if layout == "data" else 2

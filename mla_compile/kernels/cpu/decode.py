@@ -1,15 +1,15 @@
 """Decode attention on CPU: the native kernel (native.py), or torch's operators if the native kernel cannot run.
 
-Torch's operators are used for float64, and on machines without a C++ compiler. With them, the visible rows are
-processed in blocks that stay in the processor's cache. Each block is used as keys and as values, in float32 (float64
-for float64), with an online softmax (m: running maximum, l: running sum):
+Torch's operators are used for float64, and on machines without a C++ compiler. They process the visible rows in blocks
+that stay in the processor's cache. Each block is used as keys and as values, in float32 (float64 for float64), with an
+online softmax (m: running maximum, l: running sum):
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
 Half precision rows are converted to float32 block by block, because bfloat16 products would round the scores. With
-bfloat16 products, the error of the result was 2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4,
-12. With float32 products, it is 1.7e-3. Rows before the first and after the last visible key of a batch entry are not
-read.
+bfloat16 products, the error of the result was 2.0e-3, 9.7e-3, 2.0e-2 if scores had a standard deviation of 0.5, 2.4,
+12. With float32 products, the error is 1.7e-3. Rows before the first and after the last visible key of a batch entry
+are not read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 sco
 
 @dataclass(frozen=True)
 class _Window:
-    """A range of keys ``[lo, hi)`` with all visible keys of a batch entry. ``plain``: the mask has no effect inside."""
+    """A range ``[lo, hi)`` with all visible keys of a batch entry. ``plain``: the mask has no effect in the range."""
 
     lo: int
     hi: int
@@ -70,8 +70,8 @@ def _native(call: DecodeCall) -> native.Library | None:
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
 
-    There is one difference. A key is also hidden if its additive mask is finite, but at most half the dtype's lowest
-    value for every query. (The weight of such a key is exactly 0.) This does not apply if some query has no other key.
+    There is one difference: a key is also hidden if, for every query, its additive mask is at most half the dtype's
+    lowest value. The weight of such a key is exactly 0. This rule does not apply if a query sees no other key.
     """
     query, latent = call.query, call.latent
     dtype = compute_dtype(latent)
@@ -115,7 +115,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
         # A hidden row between visible rows may hold NaN, and 0 * NaN is NaN. This is rare, so the rows are copied and
-        # cleaned only after the result turned out to have NaN.
+        # cleaned only if the result has NaN.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
         rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
         clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)
@@ -124,7 +124,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
-    """Return which keys some query of a batch entry sees, [B|1,T] bool. Reading the cache costs far more than this."""
+    """Return bool [B|1,T]: whether a query of the batch entry sees a key. Reading the cache costs far more."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
     if mask.dtype == torch.bool:
@@ -132,7 +132,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        # If a query sees only keys at or below this bound, all of these keys have weight, so none may be skipped.
+        # If the mask is at or below this bound for all keys of a query, all keys have weight, so none may be skipped.
         if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below
@@ -185,7 +185,7 @@ def _run(call: DecodeCall, windows: list[_Window]) -> tuple[Tensor, Tensor]:
 
 
 def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
-    """Walk the visible keys once with some of the queries; fill ``out`` [G,s,H,Lv] and ``lse`` [G,s,H].
+    """Walk the visible keys once for a slice of the queries; fill ``out`` [G,s,H,Lv] and ``lse`` [G,s,H].
 
     Scores are stored as [G,t,s*H], so that the rows of the cache are the left factor and are read in place.
     """
@@ -206,7 +206,7 @@ def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
         hidden |= _mask_scores(job, queries, start, stop, weight.view(G, stop - start, s, H))
         block_top = weight.amax(dim=1, keepdim=True)
         new_top = block_top if top is None else torch.maximum(top, block_top)
-        # A query that has seen no key yet has the maximum minus infinity: subtract 0 instead.
+        # If a query has seen no key yet, its maximum is minus infinity. Subtract 0 instead.
         shift = new_top.masked_fill(new_top == -torch.inf, 0.0) if hidden else new_top
         weight.sub_(shift).exp_()
         block_total, block_sum = weight.sum(dim=1, keepdim=True), torch.bmm(weight.transpose(1, 2), v)

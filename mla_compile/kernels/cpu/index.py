@@ -1,6 +1,6 @@
-"""The scores of an indexer on CPU: the native kernel (native.py), or torch's operators if the kernel cannot run.
+"""The indexer's scores on CPU: the native kernel (native.py), or torch's operators if the kernel cannot run.
 
-With torch's operators, keys are processed in blocks, so that the products of the heads stay in the processor's cache.
+Torch's operators process the keys in blocks, so that the products of all heads stay in the processor's cache.
 The products are in float32 (float64 for float64), because bfloat16 would round the scores that select the best keys.
 """
 
@@ -33,7 +33,7 @@ def _in_blocks(call: IndexCall, dtype: torch.dtype) -> Tensor:
     (B, S, J, D), T = call.query.shape, call.keys.shape[1]
     weights = call.weights.to(dtype)[:, :, None, :]
     out = call.query.new_empty(B, S, T, dtype=dtype)
-    rows = max(1, BLOCK // S)  # keys in a block: fewer than BLOCK, because all S queries are multiplied together
+    rows = max(1, BLOCK // S)  # keys in a block; S queries are multiplied together
     query = call.query.to(dtype).reshape(B, S * J, D)
     for start in range(0, T, rows):
         block = call.keys[:, start : start + rows].to(dtype)

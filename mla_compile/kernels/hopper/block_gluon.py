@@ -1,8 +1,8 @@
 """Decides which keys of a block of 64 are visible to the consumers of the Hopper kernel (decode_gluon.py).
 
-Without a mask or index lists, a query sees the keys before its ``limit`` and, with a window, from its ``lower`` on. A
-mask's list of tiles, or an index list, has 64 bits for each block. With a mask, both the bits and the limits apply.
-With an index list, only the bits apply.
+Without a mask or index lists, a query sees the keys below its ``limit``. With a window, it sees only keys from its
+``lower`` on. A mask's list of tiles, or an index list, has 64 bits for each block. With a mask, the bits and the limits
+apply. With an index list, only the bits apply.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper.rows_gluon import LOG2E
 
 @gluon.jit
 def keys(work, plane, i, LISTED: gl.constexpr):
-    """Return the visibility bits of keys 0..31 and 32..63 of block i. All bits are set without a mask or index list."""
+    """Return the visibility bits of keys 0..31 and 32..63 of block i. All bits are set if ``work`` is None."""
     if work is None:
         return -1, -1
     else:
@@ -37,7 +37,7 @@ def first_key(work, plane, i, LISTED: gl.constexpr):
 
 @gluon.jit
 def bits(low, high, n):
-    """Return which of the keys n of a block are visible."""
+    """Return whether each key in ``n`` is visible."""
     return (gl.where(n < 32, low, high) >> (n & 31)) & 1 != 0
 
 
@@ -70,7 +70,7 @@ def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MA
 
 @gluon.jit
 def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
-    """Return P for the product with the values: multiplied by the keys' scales, if there are any, and in DTYPE."""
+    """Multiply P by the keys' scales, if there are any, and convert it to DTYPE."""
     if factor is not None:
         p = p * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
     return p.to(DTYPE)
@@ -78,9 +78,9 @@ def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
 
 @gluon.jit
 def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
-    """Zero the rows of a [64,256] half that must not be read as values. Bits or row numbers select them.
+    """Zero the rows of a [64,256] half that must not be read as values. Its first row has number n.
 
-    The first row has number n. Rows from ``length`` on and rows before ``begin`` hold other data.
+    With MASKED, bits select these rows. Otherwise, they are the rows from ``length`` on and before ``begin``.
     """
     L: gl.constexpr = threads(False, gl.num_ctas())
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
@@ -99,7 +99,7 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
 
 @gluon.jit
 def ragged(is_last, n, begin, low, high, MASKED: gl.constexpr, CLEAN: gl.constexpr):
-    """Whether the block that starts at row n has rows that must not be read as values and are not zero already."""
+    """Whether rows of the block that starts at row n must be zeroed before they are read as values."""
     if CLEAN:
         return False
     elif MASKED:

@@ -1,10 +1,10 @@
 """Replaces indirect jumps in PTX by comparisons, for the kernel of a cluster.
 
-Triton sends waiting warps a number, which tells them what partition of ``warp_specialize`` to run. With two barriers
-between the CTAs of a cluster, there are five such numbers, and LLVM makes a jump table of them. ptxas assumes that a
-jump through the table may come from anywhere, even while a product in flight writes consumer 1's sums. ptxas therefore
-makes consumer 1 wait for the scores of a block before the product with the other consumer's P (ptxas note C7517).
-Comparisons avoid this wait.
+Triton sends waiting warps a number, which tells them which partition of ``warp_specialize`` to run. In a cluster, two
+barriers between the CTAs bring this to five numbers, and LLVM makes a jump table of them. ptxas assumes that a jump
+through the table may happen at any time, even while a product writes consumer 1's sums. So ptxas makes consumer 1 wait
+for the scores of a block before the product with the other consumer's P (ptxas note C7517). Comparisons avoid this
+wait.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def comparisons() -> Iterator[None]:
 def _hook(
     backend: object = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any
 ) -> tuple[str, str] | None:
-    """Append :func:`compared` to the PTX stage; without arguments, return the addition to the key of Triton's cache."""
+    """Apply :func:`compared` after the PTX stage. If ``stages`` is None, return an addition to Triton's cache key."""
     if stages is None:
         return _KEY, _KEY
     written = stages["ptx"]

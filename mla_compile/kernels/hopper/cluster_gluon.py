@@ -1,8 +1,8 @@
-"""Layouts, tiles and barriers of the Hopper kernel, for one CTA or for a cluster of two that share the rows of a block.
+"""Layouts, tiles and barriers of the Hopper kernel, for one CTA or for two CTAs that share the rows of a block.
 
-Each CTA owns 64 packed query rows. In a cluster of two, everything with query rows (queries, P, maxima, sums) is one
-tensor of 128 rows that is divided between the CTAs. Both CTAs hold all cache rows of a block. One copy from memory
-delivers these rows to both.
+Each CTA owns 64 packed query rows. In a cluster of two CTAs, the tensors with query rows (queries, P, maxima, sums)
+have 128 rows, half of them in each CTA. Both CTAs hold all cache rows of a block. One copy from memory delivers these
+rows to both CTAs.
 """
 
 from triton.experimental import gluon
@@ -48,7 +48,7 @@ def vector(CTAS):
 
 @gluon.constexpr_function
 def barrier(own, CTAS):
-    """Return the layout of an mbarrier. With ``own``, each CTA has its own; otherwise all use the first CTA's."""
+    """Return the layout of an mbarrier: one per CTA if ``own``, otherwise all CTAs use the first CTA's barrier."""
     return mbarrier.MBarrierLayout(*_bases([int(own)], CTAS))
 
 
@@ -95,7 +95,7 @@ def joint(bar):
 def expect(bar, size: gl.constexpr):
     """Announce copies of ``size`` bytes at each CTA's barrier. In a cluster, the first CTA announces them for all.
 
-    The producers of the other CTAs announce nothing. They do not wait for a free stage, so they could be too early.
+    The producers of the other CTAs do not wait for a free stage, so their announcements could be too early.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:

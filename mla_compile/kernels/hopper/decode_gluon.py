@@ -6,30 +6,30 @@ columns ``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-
 
 * The producer copies each block once, by TMA, into a *stage*: two halves of the latent, and the rope part. There are
   two stages, and each half of a stage is released separately.
-* Consumer ``j % 2`` computes the scores of block ``j`` (``S = Q K_j^T``, all columns), and from them ``P_j``. For this
-  the consumers pass a running maximum from block to block. ``P_j`` overwrites the rope part of block ``j``, which is
-  not read any more. If rows have no rotary part, as in DeepSeek-V4 (ROTARY is not set), that memory holds only P. A
-  stage's next P is written only after both halves of its block have arrived in the stage. By then, both consumers have
-  applied the stage's previous P.
-* Both consumers apply every block, in order, to their half of the output: ``O = O * alpha_j + P_j V_j``, where ``V_j``
-  is the latent block that is already in shared memory. A consumer takes its own ``P_j`` from registers, and the other
-  consumer's from shared memory. Consumer 0 issues the scores of its next block before it waits for the product with the
-  previous block.
-* Each consumer waits for the barriers of all TMA data that it reads. It does so even where the other consumer's ``P_j``
-  implies that block ``j`` has arrived. Such a wait returns at once, and avoids relying on transitive visibility of
+* Consumer ``j % 2`` computes the scores of block ``j`` (``S = Q K_j^T``, all columns), and then the softmax weights
+  ``P_j``. The consumers pass a running maximum from block to block. ``P_j`` overwrites the rope part of block ``j``,
+  which is no longer needed. If rows have no rotary part, as in DeepSeek-V4 (ROTARY is not set), that memory holds only
+  P. A new P is written only after both halves of its block have arrived. By then, both consumers have applied the
+  stage's previous P.
+* Each consumer applies every block, in order, to its half of the output: ``O = O * alpha_j + P_j V_j``, where ``V_j``
+  is the latent block that is already in shared memory. A consumer reads its own ``P_j`` from registers, and the other
+  consumer's ``P_j`` from shared memory. Consumer 0 issues the scores of its next block before it waits for the product
+  with the previous block.
+* Each consumer waits for the barriers of all TMA data that it reads, even if the other consumer's ``P_j`` implies that
+  block ``j`` has arrived. Such a wait returns at once. Without it, the kernel would rely on transitive visibility of
   writes.
 
 An *item* is a run of blocks of one request. A CTA has one item on the split grid, and several if there is a schedule
 (kernels/triton/schedule.py). Blocks 0, 2, 4... of every item use stage 0, the others stage 1. The stages may thus be
 used unequally often, so barrier phases are counted per stage over the life of the CTA (``used0``, ``used1``).
 
-The last block of a request may have rows past the request's length. Their scores are masked. TMA fills rows outside the
-tensor with zeros. Rows that hold other data are zeroed in shared memory before they are read as values, because
-``0 * NaN`` is NaN.
+The last block of a request may have rows past the request's length. Their scores are masked. As values, these rows must
+be zero, because ``0 * NaN`` is NaN. TMA fills rows outside the tensor with zeros. Other rows are zeroed in shared
+memory.
 
-A boolean mask that is the same for all query rows is passed as a list of the tiles with a visible key, with 64 bits for
-each tile (``work``, written by kernels/triton/tiles_triton.py). The blocks are then the tiles of the list. In every
-block, keys that no query sees are treated like keys past the length.
+A boolean mask that is the same for all query rows is passed as a list of the tiles that have a visible key, with 64
+bits for each tile (``work``, written by kernels/triton/tiles_triton.py). The blocks are then the tiles of the list.
+Keys that no query sees are treated like keys past the length.
 
 With a window, the first block of a request is the first one that some query token sees. The block's rows before the
 window are masked and zeroed like rows past the length.
@@ -38,7 +38,7 @@ Index lists have their own kernel and producer (list_gluon.py), which use these 
 arrive by cp.async (COPIED), and no row has to be zeroed (CLEAN). Float8 rows, with or without index lists, also have
 their own kernel (fp8_gluon.py). Its producer converts and stores the rows, and no row has to be zeroed.
 
-There are three variants, between which measurements on a GPU will decide (benchmarks/gpu/tune.py):
+Measurements on a GPU will decide between these variants (benchmarks/gpu/tune.py):
 
 * PARTS: each half of a stage is counted on one barrier or on four. With four, scores begin with the first 64 columns of
   a block, as with FlashMLA's nine barriers.
@@ -46,10 +46,10 @@ There are three variants, between which measurements on a GPU will decide (bench
   columns then read half as much shared memory.
 * Two CTAs: a cluster shares the copies of a block, and each CTA has its own 64 query rows (cluster_gluon.py).
 
-The kernel compiles without spills with Triton 3.6 to 3.9 (benchmarks/gpu/offline.py asserts it). A few lines exist only
-for the compiler, and say so. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol of this source on the
-CPU. The test does not model the fences and barriers inside a warpgroup; benchmarks/gpu/ptx.py checks these in the
-compiled PTX. On a GPU, Triton's ConSan looks for races (``consan`` of kernels/hopper/runner.py).
+The kernel compiles without spills with Triton 3.6 to 3.9 (benchmarks/gpu/offline.py asserts it). Comments mark the
+lines that exist only for the compiler. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol of this
+source on the CPU. The test does not model the fences and barriers inside a warpgroup. benchmarks/gpu/ptx.py checks
+these in the compiled PTX. On a GPU, Triton's ConSan looks for races (``consan`` of kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon
@@ -106,13 +106,13 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
     sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
     m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
-    # Without a list: the index (from lo) of the block that has rows past the length. From n on, there is no such block.
+    # Without a list: the index (from lo) of the block with rows past the length. No block has them if it is >= n.
     last = length // BN - lo
     factor = None
     if SCALED:
         factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
-        # Always 0, but unknown to LLVM, which would otherwise hoist 72 wgmma descriptors and spill them.
+        # Always 0, but LLVM does not know that. Otherwise, LLVM would hoist 72 wgmma descriptors and spill them.
         zero = t >> 29
         older = t > 0
         # Issued before the waits, because these loads take as long as a wait.
@@ -122,7 +122,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         # The product with block 2t-1, which the other consumer scored. The first iteration has no such block. It
         # multiplies the query by itself instead, and use_acc below drops the result. An `if` would duplicate the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
-        # No wait in the first iteration: block 1 may have arrived already, which would look like an unfinished phase.
+        # The first iteration does not wait. Block 1 may have arrived already, which looks like an unfinished phase.
         half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
@@ -246,8 +246,9 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
              CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr,
              ROTARY: gl.constexpr):  # fmt: skip
-    """Process this CTA's items as consumer W. PARTIAL: items are whole requests (0), parts of them (1), or either (2).
+    """Process this CTA's items as consumer W.
 
+    PARTIAL: items are whole requests (0), parts of requests (1), or either (2).
     LISTED: a request is one query token, its keys are the T entries of an index list, and ``work`` holds only their
     bits. COPIED: rows arrive by cp.async. CLEAN: rows that no query sees are zero. ``kv_scale`` [] is the scale of all
     rows, or None. SCALED: each row has its own scale, which is stored beside the stage. PARTS: the number of barriers
@@ -296,8 +297,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
             exists = gl.expand_dims(m_q < M, 1)
-            # The query may be replaced here: both consumers finished their products with the old query before they
-            # exchanged sums. When the consumers meet below, both have read the sums, so these may be replaced, too.
+            # The query may be replaced here, because both consumers finished their products with the old query before
+            # they exchanged sums. After they meet below, both have read the old sums, so the sums may be replaced, too.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1 and ROTARY:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)
@@ -367,15 +368,15 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
       [B] is a request's first scratch slot minus its first partition.
     * With a mask, ``work`` int32 [6,lists,entries,2] holds the lists of visible tiles. ``plane`` is the size of each of
       the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one list for all).
-    * ``scale`` is the factor of the products. It includes log2 e, or 1 / softcap if there is a softcap. ``softcap``
-      then includes log2 e, and is None otherwise.
+    * ``scale`` is the factor of the products. Without a softcap, ``scale`` includes log2 e, and ``softcap`` is None.
+      With a softcap, ``scale`` includes 1 / softcap, and ``softcap`` includes log2 e.
     * ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or None.
     * On the split grid, a request's blocks are divided evenly, with at least ``least`` blocks per split (as in
       kernels/triton/block_triton.py).
 
     Whole requests are written to out [B,S,H,512] and lse float32 (natural). Parts of requests are written to o_part
-    float32 [splits,B,S*H,512] or [slots,S*H,512] and to lse_part (base 2). An empty item writes only lse_part, as minus
-    infinity.
+    float32 [splits,B,S*H,512] or [slots,S*H,512] and to lse_part (base 2). For an empty item, only lse_part is written
+    (minus infinity).
     """
     CTAS: gl.constexpr = gl.num_ctas()
     SWIZZLED: gl.constexpr = rows_alike(2, CTAS)

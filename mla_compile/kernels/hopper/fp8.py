@@ -19,11 +19,11 @@ _I32 = 1 << 31
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether rows are float8 in a form that this kernel supports, with places that fit 32 bits.
+    """Whether the kernel supports the rows: float8, with row numbers that fit 32 bits.
 
-    Rope is either float8 with the latent's scale, or bfloat16 without a scale. In the second form, latent rows are
-    rounded after they are multiplied by their scales. The rounded rows need the range of float32, which bfloat16 has.
-    The portable kernel takes rope in float16.
+    Rope is either float8 with the latent's scale, or bfloat16 without a scale. With bfloat16 rope, latent rows are
+    multiplied by their scales and rounded to bfloat16, which has the range of float32. Float16 has a smaller
+    range, so rope in float16 is left to the portable kernel.
     """
     latent, rope = call.latent, call.rope
     if latent.dtype != _FP8 or rope is None or latent.shape[:2].numel() >= _I32:
@@ -45,7 +45,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
     whole, groups = not ragged and plan.splits == 1, 0 if call.rope.dtype == _FP8 else max(1, call.groups)
     to = begun(call)
     to.types |= dict.fromkeys(("latent", "rope"), "*i32")
-    by_row = scales.dim() > 0 or groups > 0  # else one scale for the whole call, which the consumers apply
+    by_row = scales.dim() > 0 or groups > 0  # else the call has one scale, which the consumers apply
     to.pointer("kv_scale", None if by_row else scales)
     to.pointer("token_scale", scales if by_row else None, "kv_scale")
     to.strides(dict(zip(("scale_b", "scale_t", "scale_g"), (*scales.stride(), 0, 0, 0), strict=False)))

@@ -1,8 +1,7 @@
 """The Hopper kernel for float8 rows: the consumers of decode_gluon.py with the producer of fp8_producer_gluon.py.
 
-The consumers get rows in half precision, with zeros for rows that no query sees. With index lists, the query rows of a
-CTA are heads of one query token, splits divide the token's list, and bits tell which entries are hidden, as in
-list_gluon.py.
+The consumers get rows in half precision, with zeros for rows that no query sees. Index lists work as in list_gluon.py:
+the query rows of a CTA are heads of one query token, splits divide the token's list, and bits mark the hidden entries.
 """
 
 from triton.experimental import gluon
@@ -28,12 +27,12 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
     size. PAGE is TABLE_PAGE, or 0 if the pages are consecutive in memory. DTYPE is the dtype of the products.
 
     If GROUPS is 0, rope is float8, too. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale`` float32
-    [B,T] or [P,TABLE_PAGE] of any strides; the unused one is None. If GROUPS > 0, rope is of DTYPE, and ``token_scale``
-    float32 [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS] has one scale for each 512 / GROUPS columns of the latent, a multiple
-    of 64. Its strides may be 0.
+    [B,T] or [P,TABLE_PAGE] of any strides; the unused pointer is None. If GROUPS > 0, rope is of DTYPE, and
+    ``token_scale`` float32 [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS], of any strides, has one scale for each 512 / GROUPS
+    columns of the latent (a multiple of 64).
 
-    With ``indices`` int32 [B,S,entries] of any strides, the grid and the mask are those of ``mla_seesaw_lists``, and
-    ``work`` takes the place of the scratch ``words``.
+    With ``indices`` int32 [B,S,entries] of any strides, the grid and the mask are as in ``mla_seesaw_lists``. ``work``
+    is then the scratch buffer that is called ``words`` there.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,31 +1,30 @@
 """The producer of the Hopper kernel for float8 rows (fp8_gluon.py): ordinary loads, conversion, stores into the stage.
 
-The products are in half precision. Two stages in half precision fill the shared memory, so float8 rows never lie there.
-Instead, the four warps of the producer load pieces of 64 rows by 64 bytes into registers, 16 bytes at a time, convert
-them, and write the swizzled tiles themselves. ``AHEAD`` pieces are always in flight, across block boundaries too, while
-the producer converts and while it waits for a free stage. Four values share one int32 until their conversion, because
-each value that a loop carries occupies a whole register.
+The products are in half precision. Two stages in half precision fill the shared memory, which leaves no room for float8
+rows. So the four warps of the producer load *pieces* of 64 rows by 64 bytes into registers, 16 bytes at a time, convert
+the pieces, and write the swizzled tiles. ``AHEAD`` pieces are always in flight, even across block boundaries and while
+the producer waits for a free stage. Four float8 values stay in one int32 until they are converted, because each value
+that a loop carries occupies a whole register.
 
 A *place* is the number of a row in the cache: the token, or ``page * TABLE_PAGE + slot``. The place is -1 if no query
 sees the row (it is past the length, before the window, or hidden by a mask). Such a row is not read. Zeros replace it,
 so that no row has to be cleared before it is used as a value. The block table is read only for visible rows. If pages
-are consecutive in memory, they are treated as a contiguous cache. PAGE is then 0, which saves the producer registers.
-Places of index lists are looked up first, as for rows in half precision (list_producer_gluon.py).
+are consecutive in memory, they are treated as a contiguous cache. PAGE is then 0, which saves registers. Places of
+index lists are looked up first, as for rows in half precision (list_producer_gluon.py).
 
 Scales have two forms:
 
-* If rope is float8, too, a scale applies to a whole row, and the consumers apply it: e4m3 values are exact in half
-  precision, and scaled rows would not be. A scale that all rows share multiplies the scores and the result. Per-token
-  scales are stored beside the stage, in a line of ``stats``.
-* If rope is in half precision, it has no scale, so a scale of the latent cannot multiply the scores. GROUPS is then the
+* If rope is float8, too, a scale applies to a whole row. The consumers apply the scales, because e4m3 values are exact
+  in half precision, but scaled values are not. One scale for all rows multiplies the scores and the result. Per-token
+  scales are passed to the consumers in a row of ``stats``.
+* If rope is in half precision, rope has no scale, so the latent's scales cannot multiply the scores. GROUPS is then the
   number of groups of latent columns (at least 1), each with its own scale. The producer multiplies in float32 and
-  rounds once, to bfloat16. (FlashMLA does the same with the 656-byte rows from which DeepSeek-V3.2 is served.) The rope
-  part is stored unchanged, from two pieces of 32 columns.
+  rounds once, to bfloat16. (FlashMLA does so, too, with the 656-byte rows of DeepSeek-V3.2.) The rope part is stored
+  unchanged, from two pieces of 32 columns.
 
-The stores go through the generic proxy, but the tensor cores read through the async proxy. Each thread fences its own
-stores. After a barrier of the four warps, one thread arrives for all threads, as the consumers do with P. A consumer
-that waits for the stage therefore needs no fence. A stage may be filled as soon as it is free, see
-list_producer_gluon.py.
+The stores go through the generic proxy, but the tensor cores read through the async proxy. So each thread fences its
+own stores. After a barrier of the four warps, one thread arrives for all threads. Consumers therefore need no fence. A
+free stage may be filled without a fence, see list_producer_gluon.py.
 """
 
 from triton.experimental import gluon
@@ -46,7 +45,7 @@ from mla_compile.kernels.hopper.producer_gluon import (
     requests_of,
 )
 
-AHEAD = gl.constexpr(4)  # pieces whose loads are in flight: 16 KB in total, 8 registers per thread for each piece
+AHEAD = gl.constexpr(4)  # pieces in flight: 16 KB in total, 8 registers per thread for each piece
 COLUMNS = gl.constexpr(64)  # columns of a float8 piece
 WORD = gl.constexpr(4)  # bytes of an int32
 IN_HALF = gl.constexpr(4)  # pieces in half the latent
@@ -54,7 +53,7 @@ IN_HALF = gl.constexpr(4)  # pieces in half the latent
 
 @gluon.jit
 def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl.constexpr, L: gl.constexpr):
-    """Return the places [64] of block i's rows; -1 for blocks from ``hi`` on. ``places``: an index list's, or None."""
+    """Return the places [64] of block i's rows; -1 for blocks from ``hi`` on. ``places``: of an index list, or None."""
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
     if places is not None:
         return gl.load(places + i * BN + r, mask=r < (hi - i) * BN, other=-1)
@@ -84,14 +83,14 @@ def _offsets(place, stride_page, stride_row, PAGE: gl.constexpr):
 
 @gluon.jit
 def _words(stride, BYTES: gl.constexpr):
-    """Convert a stride from elements of BYTES bytes to int32. Dividing shows the compiler a multiple of 16 bytes."""
+    """Convert a stride to int32 words. The division shows the compiler that 16 bytes divide the stride."""
     return stride // (16 // BYTES) * (16 // WORD)
 
 
 @gluon.jit
 def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.constexpr, ROPE_BYTES: gl.constexpr,
            PAGE: gl.constexpr, L: gl.constexpr):  # fmt: skip
-    """Issue the loads of one piece, int32 [64,16], of the rows at 64 places; zeros where a place is -1."""
+    """Issue the loads of one piece, int32 [64,16], of the rows at 64 places; zeros if a place is -1."""
     if PIECE < 2 * IN_HALF:
         x = latent + PIECE * (COLUMNS // WORD)
         row = _offsets(place, _words(latent_b, 1), _words(latent_t, 1), PAGE)
@@ -107,7 +106,7 @@ def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.co
 def _values(x, factor, BYTE: gl.constexpr):
     """Return the float8 values in byte BYTE of int32 x [64,16] as float32, multiplied by the rows' factor if given.
 
-    One instruction converts two neighbouring float32 values to bfloat16. From float16, each takes a slow instruction.
+    They are not in float16, because only float32 values have a fast conversion to bfloat16.
     """
     x = (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
     if factor is not None:
@@ -140,7 +139,7 @@ def _scales(kv_scale, place, scale_b, scale_t, PAGE: gl.constexpr):
 @gluon.jit
 def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.constexpr, GROUPS: gl.constexpr,
             PAGE: gl.constexpr):  # fmt: skip
-    """Return a piece's factor for the rows at 64 places. ``before`` is the previous piece's factor, or None."""
+    """Return a piece's scales for the rows at 64 places. ``before``: the scales of the previous piece, or None."""
     FIRST: gl.constexpr = PIECE * GROUPS % (2 * IN_HALF) == 0  # first piece of a group
     if FIRST and PIECE < 2 * IN_HALF:
         for _ in gl.static_range(PIECE * GROUPS // (2 * IN_HALF)):
@@ -154,9 +153,9 @@ def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.conste
 def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, length, begin, used, latent_b, latent_t,
           rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
           PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
-    """Fill the stages with blocks lo..hi of request b; return the new ``used``: a bit per stage, see fp8_producer."""
-    # 16 columns per thread, 32 rows at a time, so that no two threads of a store access the same bank. (With rope in
-    # half precision, the 16 bytes of a thread are only 8 columns, and two threads access the same bank.)
+    """Fill the stages with blocks lo..hi of request b. Return the new ``used`` (see fp8_producer)."""
+    # 16 columns per thread, 32 rows at a time. The threads of a store then access different banks. (For rope in half
+    # precision, the 16 bytes of a thread are only 8 columns, and two threads share a bank.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROPE_BYTES: gl.constexpr = 2 if GROUPS > 0 else 1
     PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # pieces of a block: two halves and the rope part
@@ -199,7 +198,7 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
                     _convert(ahead[0], None, tile)
             elif GROUPS == 0:
                 _convert(ahead[0], None, narrow.index(NARROW + stage))
-            elif i == 2 * IN_HALF:  # the last piece is stored together with this one
+            elif i == 2 * IN_HALF:  # stored together with the last piece
                 _store_halves(ahead[0], ahead[1], narrow.index(NARROW + stage))
             new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, ROPE_BYTES,
                          PAGE, L)  # fmt: skip
@@ -224,11 +223,11 @@ def fp8_producer(latent, rope, kv_scale, indices, table, seq_lens, mask, places,
                  rope_b, rope_t, scale_b, scale_t, scale_g, table_b, mask_b, mask_s, mask_t, indices_b, indices_s,
                  entries, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
                  PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Fill the stages with the blocks of this CTA's items, in order. ``kv_scale``: scales by token and group, or None.
+    """Fill the stages with the blocks of this CTA's items, in order.
 
-    If GROUPS > 0, that many groups of latent columns are multiplied by separate scales, and rope is in half precision.
-    If GROUPS is 0, rope is float8, and scales apply to whole rows. With index lists (``indices``), the only item is
-    this CTA's split of a list, and the bits of the split are written to ``work``.
+    ``kv_scale`` holds scales by token and group, or is None. If GROUPS > 0, each of GROUPS groups of latent columns has
+    its own scale, and rope is in half precision. If GROUPS is 0, rope is float8, and scales apply to whole rows. With
+    ``indices``, the only item is this CTA's split of a list, and the bits of the split are written to ``work``.
     """
     used = 0  # a bit per stage: whether it was used an odd number of times
     if indices is not None:

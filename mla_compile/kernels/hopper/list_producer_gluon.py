@@ -1,19 +1,19 @@
 """The producer of the Hopper kernel for index lists (list_gluon.py): looks up places, then copies rows by cp.async.
 
 TMA gathers rows only from Blackwell on, so the four warps of the producer copy the rows themselves, 16 bytes at a time.
-Up to three look-ups (entry, mask, block table) are needed to decide whether an entry names a key that the query token
-sees, and where the key's row is. So the producer first writes the places of its split to scratch. It also writes 64
-bits for each block, by which the consumers hide scores. All CTAs that write an entry write the same bits, and each CTA
-reads only what it wrote itself, after the barrier LIST_READY.
+Up to three look-ups (entry, mask, block table) tell where the row of an entry is, and whether the query token sees the
+row. So the producer first writes the places of its split to scratch. For each block it also writes 64 bits, with
+which the consumers hide scores. Several CTAs may write the same entry, but they write equal values. Each CTA reads only
+what it wrote itself, after the barrier LIST_READY.
 
 A *place* is the number of a row in the cache: the token, or ``page * LIST_PAGE + slot``. The place is -1 if the query
-token does not see the key. Such a row is not read. Its copy fills in zeros, so that no row has to be cleared before it
-is used as a value. If pages are consecutive in memory, they are treated as a contiguous cache, and PAGE is 0.
+token does not see the key. The row of such a key is not read. The copy writes zeros instead, so that no row has to be
+cleared before it is used as a value. If pages are consecutive in memory, they are treated as a contiguous cache, and
+PAGE is 0.
 
-cp.async writes through the generic proxy, as ordinary loads and stores do. So a stage may be filled as soon as it is
-free. The tensor cores' reads of the stage retired before the stage was released, and P, which overlays the rope part,
-was stored by threads. ``_arrived`` in scores_gluon.py explains what the tensor cores need before they read the copied
-rows.
+cp.async writes through the generic proxy, like ordinary stores. A free stage needs no fence before it is filled: the
+tensor cores finished reading the stage before it was released, and threads stored the P that overlays the rope part.
+``_arrived`` in scores_gluon.py explains what the tensor cores need before they read the copied rows.
 """
 
 from triton.experimental import gluon
@@ -26,14 +26,14 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in cluster_gluon.py
 
-THREADS = gl.constexpr(128)  # in the producer. Each thread arrives at a part's barrier when its own copies have landed
+THREADS = gl.constexpr(128)  # of the producer. Each arrives at a part's barrier when its own copies have landed
 LIST_READY = gl.constexpr(15)  # barrier: places and bits have been written
 GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries per thread
 
 
 @gluon.jit
 def token_of(H):
-    """Return this CTA's (query token, block of 64 heads), from the grid's first axis, where a long prompt fits."""
+    """Return this CTA's (query token, block of 64 heads), from the grid's first axis, which may exceed 65535."""
     blocks = (H + ROWS - 1) // ROWS
     return gl.program_id(0) // blocks, gl.program_id(0) % blocks
 
@@ -92,7 +92,7 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
     _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, lower, mask_t, LIST_PAGE,
              CAUSAL)  # fmt: skip
     # One thread arrives for all. The compiler places a barrier of the four warps before the arrival
-    # (benchmarks/gpu/ptx.py).
+    # (checked by benchmarks/gpu/ptx.py).
     mbarrier.arrive(bars.index(LIST_READY))
     mbarrier.wait(bars.index(LIST_READY), 0)
     return lo, hi, places
@@ -100,7 +100,7 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
 
 @gluon.jit
 def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
-    """Copy WIDTH columns of the rows at 64 places to tile [64,WIDTH], asynchronously; zeros where a place is -1.
+    """Copy WIDTH columns of the rows at 64 places to tile [64,WIDTH], asynchronously; zeros if a place is -1.
 
     Each thread arrives at bar when its copies have landed. Strides are multiples of 8 elements.
     """
@@ -134,7 +134,7 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
         stage = (block - lo) % 2
         # See producer_gluon.py: the first loads find the stage free.
         phase = ((block - lo) // 2 & 1) ^ 1
-        # Loaded before the wait for a free stage, because that wait is where the producer spends its time.
+        # Loaded now, so that the load overlaps the wait for a free stage.
         place = gl.load(places + block * BN + gl.arange(0, BN, gl.SliceLayout(1, L)))
         bar = 3 * stage
         wide = TILE + 2 * stage

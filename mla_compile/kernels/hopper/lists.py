@@ -21,7 +21,7 @@ REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. 216 does
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether listed rows can be read in place, and 64 bits can tell which entries of a block are visible."""
+    """Whether listed rows can be read in place, and one bit per entry can represent the mask."""
     return portable.suits(call) and (call.mask is None or call.mask.dtype == torch.bool)
 
 
@@ -34,7 +34,7 @@ def scratch(call: DecodeCall) -> Buffers:
 
 
 def grid(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """Return the grid. Each CTA has heads of one query token, and one split of the token's list."""
+    """Return the grid. Each CTA serves heads of one query token, over one split of the token's list."""
     z = call.sizes
     return -(-z.H // BLOCK) * z.B * z.S, plan.splits, 1
 
@@ -54,7 +54,7 @@ def told(call: DecodeCall, to: Arguments, bits: str) -> None:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """Return the launch of attention. A split has at least ``least`` blocks of a list. ``ragged`` is never set."""
+    """Return the launch of attention. A split has at least ``least`` blocks of a list. ``ragged`` is not used."""
     import mla_compile.kernels.hopper.list_gluon as kernels
 
     z, direct = call.sizes, plan.splits == 1

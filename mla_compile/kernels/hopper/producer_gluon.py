@@ -6,8 +6,8 @@ An *item* is a run of blocks of one request. A CTA has one item on the split gri
 the first block that some query token sees.
 
 TMA fills rows outside the tensor with zeros. A page past a request's length is never looked up. Its box is placed
-outside the tensor instead. If the first block of a window has pages before the window, these are looked up, too. Their
-entries in the block table may name any page. A page outside the cache gives zeros.
+outside the tensor instead. Pages before the window are looked up if the first block contains them. Their entries in the
+block table may hold any number, because a page outside the cache gives zeros.
 """
 
 from triton.experimental import gluon
@@ -39,7 +39,7 @@ PARTS_READY = gl.constexpr(15)
 
 @gluon.jit
 def loaded(stage, half, part: gl.constexpr):
-    """Return the barrier of a part of a stage's half. The barriers of parts 1 to 3 follow all other barriers."""
+    """Return the barrier for one part of half a stage. The barriers of parts 1 to 3 follow all other barriers."""
     if part == 0:
         return 3 * stage + half
     else:
@@ -57,7 +57,7 @@ def length_of(seq_lens, b, T):
 
 @gluon.jit
 def requests_of(items, B):
-    """Return this CTA's (first request, one past the last, first block in the first request, end block in the last)."""
+    """Return this CTA's (first request, end request, first block of the first request, end block of the last)."""
     if items is None:
         return gl.program_id(2), gl.program_id(2) + 1, 0, 0
     else:
@@ -83,8 +83,8 @@ def place_of(work, plane, i):
 def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
     """Return this CTA's blocks lo..hi of request b, and the request's number of blocks.
 
-    Without a list of tiles, blocks are numbered by their place in the cache. ``begin`` is the first row that the window
-    of some query token reaches. Blocks that end before ``begin`` are left out.
+    If there is no list of tiles, blocks are numbered by their place in the cache. ``begin`` is the first row in the
+    window of any query token. Blocks that end before ``begin`` are left out.
     """
     first = 0
     if work is None:
@@ -119,11 +119,11 @@ def _place(table_row, b, token, length, PAGE: gl.constexpr):
 @gluon.jit
 def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
           FIRST: gl.constexpr, CHUNKS: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
-    """Issue the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
+    """Issue the copies of CHUNKS chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
 
-    COL is the cache column of the tile's first column. If the block is one box, its place is ``page, row``. Smaller
-    boxes are looked up one by one, because their places do not all fit the 40 registers that the consumers leave the
-    producer. A cache line of the block table lasts several blocks.
+    COL is the cache column of the tile's first column, FIRST the first chunk. If the block is one box, its place is
+    ``page, row``. The places of smaller boxes are looked up one by one, because the producer's 40 registers cannot hold
+    them all.
     """
     CUBE: gl.constexpr = rows_alike(3, gl.num_ctas())
     expect(bar, BN * CHUNKS * 64 * 2)
@@ -179,7 +179,7 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
             phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
             page = b
             row = i * BN
-            if BOX == BN:  # looked up before the wait for a free stage, where the producer spends its time
+            if BOX == BN:  # looked up now, so that this overlaps the wait for a free stage
                 page, row = _place(table_row, b, i * BN, length, PAGE)
             mbarrier.wait(joint(bars.index(FREE + 2 * stage)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)

@@ -1,4 +1,4 @@
-"""The first reads and last writes of the consumers of the Hopper kernel (decode_gluon.py): query and output rows."""
+"""Reads query rows and writes output rows, for the consumers of the Hopper kernel (decode_gluon.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,13 +24,13 @@ def load_query(q, tile, row_offsets, live, COL: gl.constexpr, WIDTH: gl.constexp
 
 @gluon.jit
 def scaled(acc, a, O_L: gl.constexpr):
-    """Return the output half multiplied by one factor per row."""
+    """Multiply half of the output by one factor per row."""
     return acc * gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, O_L)), 1)
 
 
 @gluon.jit
 def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
-    """Store half W of o [rows,512], up to 64 rows per CTA. A change of layout would need 64 KB of shared memory."""
+    """Store half W of o [rows,512], up to 64 rows per CTA. Changing the layout would need 64 KB of shared memory."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, O_L))
     c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
     cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
@@ -40,7 +40,7 @@ def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
 
 @gluon.jit
 def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Store the finished half to out [rows,512] and, as consumer 0, the natural LSE to lse [rows], from row0 on."""
+    """Store the finished half W to out [rows,512], from row0 on. Consumer 0 also stores lse [rows] (natural)."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, S_L))
     if sinks is not None:  # every request starts at a multiple of H, so row % H is the head
         sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
@@ -52,7 +52,7 @@ def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L:
 
 @gluon.jit
 def store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Store half W and, as consumer 0, lse2 to scratch from row0 on. An empty item has only lse2, minus infinity."""
+    """Store half W to scratch, from row0 on, unless the item is empty. Consumer 0 also stores lse2."""
     if n > 0:
         _store_rows(o_part, acc, row0, live, W, O_L)
     if W == 0:

@@ -1,7 +1,7 @@
 """Turns a step of the Hopper kernel into a function of a stream and addresses. :func:`consan` adds a sanitizer.
 
-This is the counterpart of kernels/triton/runner.py, with what only Gluon needs: TMA descriptors, and a fallback if the
-installed Triton cannot compile the kernel. Triton is imported only by a call on a GPU.
+This is the counterpart of kernels/triton/runner.py. Gluon also needs TMA descriptors, and a fallback if the installed
+Triton cannot compile the kernel. Triton is imported only when a call runs on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _options: dict[str, object] = {}  # compile options that consan() adds
 
 @lru_cache(maxsize=4096)
 def descriptor(box: Box, address: int) -> object:
-    """Return the TMA descriptor of a box at an address. It depends only on these two, so it may be cached forever."""
+    """Return the TMA descriptor of a box at an address. The descriptor depends on nothing else, so it is cached."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -89,9 +89,9 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | N
 def consan() -> None:
     """From now on, compile the Hopper kernel in this process with Triton's ConSan, which reports races.
 
-    ConSan sees what the CPU simulation cannot (fences between proxies, single warps). With it, the kernel compiles and
-    runs slowly. An error is a device-side assertion, after which the process cannot use the GPU. Torch allocates
-    ConSan's scratch memory. Kinds of call that were launched before keep their kernel until
+    ConSan checks fences between proxies and single warps, which the CPU simulation does not model. The kernel then
+    compiles and runs slowly. An error is a device-side assertion, after which the process cannot use the GPU. Torch
+    allocates ConSan's scratch memory. Calls that were launched before keep their kernel until
     :func:`mla_compile.kernels.launch.clear`.
     """
     import triton

@@ -1,4 +1,4 @@
-"""How the consumers of the Hopper kernel (decode_gluon.py) wait for data, and issue scores as the data arrives."""
+"""Waits for data and issues scores as the data arrives, for the consumers of the Hopper kernel (decode_gluon.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,11 +13,11 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
     """Wait for a part of a block, and make the part readable for the tensor cores.
 
-    TMA writes through the proxy by which the tensor cores read, and a producer that stores rows fences its own stores.
-    Only COPIED rows need a fence here: they arrive by cp.async, which writes through the generic proxy. These writes
-    are performed before the barrier's phase completes, because each thread of the producer arrives when its own copies
-    have landed. Every consumer thread waits for that phase. The thread's fence then orders the observed writes before
-    the reads of the products that the thread issues next.
+    Only COPIED rows need a fence here, because cp.async writes through the generic proxy, but the tensor cores read
+    through the async proxy. (TMA writes through the async proxy, and a producer that stores rows fences its stores.)
+    The copies have landed when the barrier's phase completes, because each producer thread arrives after its own
+    copies. Every consumer thread waits for that phase. Its fence then orders the copies before the reads of the
+    products that it issues next.
     """
     mbarrier.wait(bars.index(i), phase, pred=pred)
     if COPIED:

@@ -1,4 +1,4 @@
-"""One launch of a Hopper kernel as data: what it adds to kernels/triton/step.py. Accepts meta tensors."""
+"""One launch of a Hopper kernel as data. Extends kernels/triton/step.py. Accepts meta tensors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class GluonStep(Step):
 
 
 def reach(call: DecodeCall) -> int | None:
-    """Return the number of cache rows that a request's query tokens see in total; None without a window."""
+    """Return how many cache rows the query tokens of a request see in total; None if there is no window."""
     return min(call.window + call.sizes.S - 1, _I32) if call.window > 0 else None
 
 
 def numbers(call: DecodeCall) -> dict[str, int | float | None]:
-    """Return the factors of the scores, for base 2, and the window's reach. A value of None compiles to nothing."""
+    """Return scale and softcap for scores in base 2, and the window's reach. None: the feature is not used."""
     factor, capped = math.log2(math.e), call.softcap > 0
     return {
         "scale": call.scale / call.softcap if capped else call.scale * factor,
@@ -51,13 +51,13 @@ def numbers(call: DecodeCall) -> dict[str, int | float | None]:
 
 
 def tell(to: Arguments, told: dict[str, int | float | None]) -> None:
-    """Add numbers to the arguments. A number that is None compiles to nothing."""
+    """Add numbers to the arguments. None becomes a constant, so its code is compiled away."""
     to.scalars |= {name: x for name, x in told.items() if x is not None}
     to.constants |= {name: None for name, x in told.items() if x is None}
 
 
 def begun(call: DecodeCall) -> Arguments:
-    """Return the first arguments of a kernel whose producer reads rows by pointers: tensors, strides and numbers."""
+    """Return the first arguments of a kernel that reads rows by pointers, not by TMA."""
     to = Arguments()
     to.pointer("query", call.query)
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
@@ -73,7 +73,7 @@ def begun(call: DecodeCall) -> Arguments:
 
 
 def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
-    """Add the destinations of results: scratch for ``parts``, out and lse for ``final`` results. Both may be needed."""
+    """Add the buffers for results: scratch if there are ``parts``, out and lse if there are ``final`` results."""
     to.scratch("o_part", "part", "*fp32", used=parts)
     to.scratch("lse_part", "part_lse", "*fp32", used=parts)
     to.scratch("out", "out", TYPES[call.query.dtype], used=final)

@@ -43,14 +43,14 @@ from mla_compile.kernels.triton.steps import (
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves 40 to the producer
-HELD_REGISTERS = 240  # if 16 registers hold the rotary query; with only 232, Triton 3.9 puts masks in local memory
+HELD_REGISTERS = 240  # if the rotary query is held (16 registers); with 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled takes only smaller strides
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def suits(call: DecodeCall, device: Device) -> bool:
-    """Whether the Hopper kernel takes this call: :func:`takes` holds, and TMA can address the rows. Pure."""
+    """Whether the Hopper kernel takes this call: :func:`takes` is true, and TMA can address the rows."""
     rows = [x for x in (call.latent, call.rope) if x is not None]
     return takes(call, device) and call.query.stride(-1) == 1 and all(map(_addressable, rows))
 
@@ -65,8 +65,8 @@ def takes(call: DecodeCall, device: Device) -> bool:
     * Pages of a multiple of 16 rows. Listed rows and float8 rows are read one by one, so their pages may have any size.
     * A boolean mask that is the same for all query rows, because a list of tiles describes it completely. With index
       lists, the mask must be the same for all heads.
-    * A query in the dtype of the products. With bfloat16 products, the query may have another dtype. With float16
-      products it may not, because it would have to be scaled before rounding.
+    * A query in the dtype of the products, or in any dtype if the products are in bfloat16. Before rounding to float16,
+      a query would have to be scaled, which this kernel does not do.
     """
     z, rope = call.sizes, call.rope
     if call.values is not None:
@@ -103,7 +103,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """Return the strides. An axis of length 1, whose own stride is arbitrary, gets the stride of dense rows."""
+    """Return the strides. If an axis has length 1, its stride is arbitrary, so the stride of dense rows is returned."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -113,7 +113,7 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is partitioned over (request, block): the plan asks for it, and only lengths determine the work."""
+    """Whether the device partitions the work of a batch: the plan says so, and only lengths determine the work."""
     alone = call.seq_lens is not None and call.mask is None and call.indices is None
     return plan.scheduled and alone and schedule.suits(call.sizes.B)
 
@@ -174,15 +174,15 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """Return how many CTAs share a block's copies: the plan's ``cluster`` if all have rows and Triton can, else 1."""
+    """Return how many CTAs share a block's copies: ``plan.cluster`` if Triton and ``row_blocks`` allow it, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 
 @lru_cache(maxsize=1)
 def clusters() -> bool:
-    """Whether this Triton supports mbarriers between the CTAs of a cluster, as Triton does from 3.9 on.
+    """Whether this Triton supports mbarriers between the CTAs of a cluster (3.9 and newer do).
 
-    Older versions such as 3.7 compile the kernel without an error, but without the synchronisation between CTAs.
+    Older versions compile the kernel without an error, but leave out the synchronisation between CTAs.
     """
     try:
         from triton.experimental.gluon.language.nvidia.hopper import mbarrier

@@ -8,8 +8,8 @@
   first multiplied by a power of two, so that its largest magnitude is in 2^13..2^14. The scores of the query row are
   multiplied by the inverse of that power.
 * Hopper's products take a loaded left factor from shared memory, but a computed left factor from registers (for a
-  query, 144 per thread). A converted query is therefore written to scratch and loaded again (``staged``). All blocks
-  that write a row write the same bits, and each block reads only what it wrote itself.
+  query, 144 per thread). A converted query is therefore written to scratch and loaded again (``staged``). Several
+  blocks may write a row, but they write equal values. Each block reads only what it wrote itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def block_of(
     The results are, in this order:
 
     * b: the request.
-    * i_r, M: the unit that is cut into blocks, and its number of query rows. The unit is the request itself (i_r = b),
-      or with index lists one query token (i_r = b * S + s).
-    * m, s, head, valid, loaded, row: for each row of the block [BLOCK_M], its number among the M rows, its query token
-      (with index lists a scalar), its head, whether it exists, whether it exists and the split has tiles, and its place
-      in ``out``.
+    * i_r, M: the unit that is cut into blocks, and its number of query rows. The unit is the request (i_r = b), or with
+      index lists a query token (i_r = b * S + s).
+    * m, s, head [BLOCK_M]: each row's number among the M rows, its query token (with index lists a scalar), its head.
+    * valid [BLOCK_M]: whether the row exists. loaded [BLOCK_M]: whether, in addition, the split has tiles.
+    * row [BLOCK_M]: the row's place in ``out``.
     * length, begin: the rows see only keys in [begin, length).
     * first, last: the tiles [first, last) of the split. With a list of tiles or keys, these are places in the list.
     """
@@ -93,7 +93,7 @@ def query_of(
 ):  # fmt: skip
     """Return the query b_q [BLOCK_M,BLOCK_L] and b_qr [BLOCK_M,BLOCK_R] in DTYPE, and the scale of its scores.
 
-    Without a rotary part (R = 0), b_qr is b_q again. The scale is [BLOCK_M] with NORMALIZE.
+    Without a rotary part (R = 0), b_qr is b_q. The scale is [BLOCK_M] with NORMALIZE.
     """
     c_l = columns(BLOCK_L, WIDE)
     m_q = inside(loaded, c_l, L, BLOCK_L)
@@ -144,7 +144,7 @@ def write_block(
     BLOCK_V: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """Write the result of a block: to the caller's tensors (DIRECT), or as a part that the combine kernel reads."""
+    """Write the result of a block: to the caller's tensors (DIRECT), or as a partial result for the combine kernel."""
     some = (total > 0.0) | (total != total)  # a NaN among the visible keys is a result, not an empty row
     lse2 = top + tl.log2(tl.where(some, total, 1.0))
     factor = 1.0 / tl.where(some, total, 1.0)

@@ -1,14 +1,14 @@
 """Combines the partial results of the splits of one request (Triton).
 
-Split i leaves ``out_i`` (the softmax average over its keys) and ``lse_i`` (base 2, minus infinity for a query row that
-saw none of its keys). With ``m = max_i lse_i`` and ``w_i = 2^(lse_i - m)``:
+Split i leaves ``out_i`` (the softmax average over its keys) and ``lse_i`` (base 2; minus infinity if the query row saw
+no key of the split). With ``m = max_i lse_i`` and ``w_i = 2^(lse_i - m)``:
 
     out = sum_i w_i out_i / sum_i w_i        lse = (m + log2 sum_i w_i) ln 2
 
 (Flash-Decoding; the incremental form is Milakov and Gimelshein's, arXiv 1805.02867.)
 
-A sink multiplies ``out`` by ``exp(lse) / (exp(lse) + exp(sink))``. A query row that saw no key in any split gets 0 and
-minus infinity.
+A sink multiplies ``out`` by ``exp(lse) / (exp(lse) + exp(sink))``. If a query row saw no key in any split, ``out`` is 0
+and ``lse`` minus infinity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mla_compile.kernels.triton.tiles_triton import LN2, LOG2E, LOWEST
 
 @triton.jit
 def sink_factor(sinks, head, total, lse2, valid):
-    """Return ``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 if ``total`` is 0, since the row saw no key."""
+    """Return ``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 if ``total`` is 0 (the row saw no key)."""
     sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
     return tl.where(total > 0.0, 1.0 / (1.0 + tl.exp2(sink - tl.where(total > 0.0, lse2, 0.0))), 0.0)
 
@@ -29,10 +29,9 @@ def sink_factor(sinks, head, total, lse2, valid):
 def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr):
     """Return ``(acc, total, lse2)`` of one row: the two sums of the module's formula, and the LSE in base 2.
 
-    acc / total is the row of ``out``. Piece i is row ``first + i * step`` (int64) of part f32 [..,width] and part_lse
-    f32 [..]. ``columns`` is a block of BLOCK_V columns. Pieces are taken BLOCK_S at a time, from 0 on. Empty pieces add
-    exact zeros, so the result of a request does not depend on how many pieces are empty. ``part`` is read only for
-    pieces that saw a key.
+    ``out`` is acc / total. Partial result i is row ``first + i * step`` (int64) of part f32 [..,width] and part_lse f32
+    [..]. ``columns`` is a block of BLOCK_V columns. The loop takes BLOCK_S partial results at a time. Empty ones add
+    exact zeros, so their number does not change the result. ``part`` is not read for empty ones.
     """
     top = tl.full([], LOWEST, tl.float32)
     total = tl.zeros([], tl.float32)
@@ -85,7 +84,7 @@ def combine(
 
     lse is a natural logarithm. Grid (B*M, cdiv(V, BLOCK_V)).
     """
-    if PDL:  # this kernel starts while the attention kernel drains; attention's results are complete after the wait
+    if PDL:  # this kernel may start before attention has finished; after the wait, attention's results are complete
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -6,23 +6,22 @@ tiles of its split, with the online softmax of Flash-Attention in base 2 (m: run
     s = (q . [c, r]) * scale * log2 e;  m' = max(m, max s);  p = 2^(s - m');  l = l 2^(m-m') + sum p
     acc = acc 2^(m-m') + p c
 
-The tile c is loaded once for both products. Features are switched by compile-time constants, so a disabled feature
-costs nothing.
+The tile c is loaded once for both products. Compile-time constants switch features, so a disabled feature costs
+nothing.
 
 * Tiles are consecutive, or come from the list of visible tiles (kernels/triton/tiles_triton.py). Rows are addressed by
-  an offset, or through a block table. All loads are masked. A row that no query sees is never read; zeros replace the
+  an offset, or through a block table. All loads are masked. A row that no query sees is never read. Zeros replace the
   row, because a weight of 0 times NaN is NaN. Whole tiles have no separate loop, because two loops spill registers.
 * The running maximum starts at the lowest float32, so a query row that has seen no key makes no ``inf - inf``.
-* Hopper's products address shared memory by descriptors, one for each 16 columns. The 36 descriptors of the query are
-  loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled for Hopper's
-  products (``disable_licm``). Products of single warps, in contrast, need the fragments of the query hoisted. The
-  exception is per-group scales, where registers do not suffice for hoisting (up to 520 bytes of spills).
-* With page look-ups, the row offsets and column offsets of rope are added before the pointer is. This takes fewer
-  registers for rope; for the other rows it would take more.
-* fp8 rows are passed as ``float8e4nv``. Below sm_89, which has no conversion from e4m3, they are passed as bits
-  (``uint8``) and converted by shifts. A scale for all rows multiplies the scores and the result. A scale per token
-  multiplies the scores and the softmax weights. With per-group scales, the rows are multiplied in float32 and rounded
-  to DTYPE once.
+* Hopper's products address shared memory by descriptors, one for each 16 columns. The query's 36 descriptors do not
+  change in the loop. LLVM would hoist them into registers that the sums need, so hoisting is disabled for Hopper's
+  products (``disable_licm``). Products of single warps, in contrast, need the query's fragments hoisted. With per-group
+  scales, hoisting is disabled for all products, because it would spill up to 520 bytes.
+* With page look-ups, rope's row and column offsets are added together before the pointer is added. This saves registers
+  for rope, but would cost registers for the other rows.
+* fp8 rows are passed as ``float8e4nv``. GPUs before sm_89 have no conversion from e4m3, so they get bits (``uint8``)
+  and convert by shifts. A scale for all rows multiplies the scores and the result. A scale per token multiplies the
+  scores and the softmax weights. With per-group scales, the rows are multiplied in float32 and rounded to DTYPE once.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from mla_compile.kernels.tiles import padded
 from mla_compile.kernels.triton.step import Arguments, Step
 
 HEADS, KEYS, FEATURES = 64, 64, 64  # sizes of a block in half precision
-FLOAT32 = 32  # keys and features of a block in float32; tensor cores have no instruction for exact float32 products
+FLOAT32 = 32  # keys and features of a block in float32, for which tensor cores have no exact products
 BUFFERS = ("query", "keys", "weights", "out")
 
 
 def index_step(call: IndexCall, most: int = 0) -> Step:
     """Return the launch of a call, which writes ``out`` f32 [B,S,T], contiguous. Accepts meta tensors.
 
-    If ``most`` is above T, the grid is for ``most`` keys; a launch may use fewer.
+    If ``most`` is above T, the grid is for ``most`` keys. A launch may have fewer keys.
     """
     import mla_compile.kernels.triton.index_triton as kernels
     import triton.language as tl

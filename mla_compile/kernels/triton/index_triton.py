@@ -1,4 +1,4 @@
-"""The scores of an indexer (Triton). The products of all heads with a block of keys are summed before any store."""
+"""The indexer's scores (Triton). The products of all heads with a block of keys are summed before the store."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _I32 = 1 << 31
 def suits(call: DecodeCall) -> bool:
     """Whether the kernel can read the rows of a call's lists in place. Shapes may still be unchecked.
 
-    The kernel cannot do so if the mask differs between heads, because a block looks up one mask row for all heads. It
-    also cannot if places exceed int32.
+    This is False if the mask differs between heads, because a block looks up one mask row for all heads. It is also
+    False if places exceed int32.
     """
     mask = call.mask
     by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and mask.stride(1) != 0
@@ -26,7 +26,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Return the buffers for places (with a block table or a mask), and for the terms that a mask adds to scores."""
+    """Return buffers: places if there is a block table or a mask, bias if the mask is additive."""
     if call.indices is None or (call.block_table is None and call.mask is None):
         return {}
     size = tuple(call.indices.shape)

@@ -1,9 +1,9 @@
 """Index lists: how the attention kernel reads ``indices``, an int32 list of keys for each query token (Triton).
 
-The entries of a tile are loaded one iteration before the rows, so that no iteration waits for its own addresses. If the
-place of a row needs a second look-up (its page, or the mask at its key), a block first writes the places of its split
-to scratch, and then walks the written places. All blocks that write an entry write the same bits, and each block reads
-only what it wrote itself.
+The entries of a tile are loaded one iteration before the rows, so that no iteration waits for its own addresses. If a
+row needs a second look-up (its page, or the mask at its key), a block first writes the places of its split to scratch,
+and then walks these places. Several blocks may write the same entry, but they write equal values. Each block reads only
+what it wrote itself.
 
 A *place* is the number of a row in the cache: the token, or ``page * PAGE + slot``. The place is -1 if an entry names
 no key, or a key that is hidden by lengths, causality, the window or a boolean mask. An additive mask becomes one
@@ -26,7 +26,7 @@ def entries_of(x, tile, entries, BLOCK_N: tl.constexpr, NONE: tl.constexpr):
 
 @triton.jit
 def names(n, length, own, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return which entries n name a key that the query token sees; ``own`` is the position of the query token."""
+    """Return whether the query token sees the key of each entry in ``n``. ``own``: the query token's position."""
     seen = (n >= 0) & (n < length)
     if CAUSAL:
         seen = seen & (n <= own)

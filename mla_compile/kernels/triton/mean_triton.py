@@ -21,7 +21,7 @@ def means(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the mean over T of rows [B,T,width] of any strides to out f32 [B,width], where wanted int32 [B] is not 0.
+    """Write the mean over T of rows [B,T,width] of any strides to out f32 [B,width], if wanted int32 [B] is not 0.
 
     Grid (B, cdiv(width, BLOCK_V)).
     """

@@ -9,7 +9,7 @@ from mla_compile.kernels.triton.tiles_triton import tile_rows
 
 @triton.jit
 def columns(BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Return the numbers of BLOCK columns; 64-bit with WIDE, if offsets inside a request or a page need 64 bits."""
+    """Return the column numbers 0 to BLOCK - 1, with 64 bits if WIDE (offsets may exceed 32 bits)."""
     c = tl.arange(0, BLOCK)
     return c.to(tl.int64) if WIDE else c
 
@@ -42,10 +42,10 @@ def load_tile(
     LISTED: tl.constexpr,
     OFFSETS_FIRST: tl.constexpr,
 ):
-    """Return the rows [BLOCK_N,BLOCK] of ``x`` for tokens n, with zeros where not ``seen``; see :func:`tile_rows`.
+    """Return the rows [BLOCK_N,BLOCK] of ``x`` for tokens n; zeros if not ``seen``. See :func:`tile_rows`.
 
-    The pointer and the column offsets are added first, because their sum is the same in every iteration, or for all
-    rows of a page. With OFFSETS_FIRST, the row offsets and the column offsets are added first.
+    Column offsets are added to the pointer first, because this sum is the same in every iteration, or for all rows of a
+    page. With OFFSETS_FIRST, column offsets are added to row offsets first.
     """
     p, o = tile_rows(x, table, start, n, length, stride_b, stride_t, PAGE, BLOCK_N, WIDE, LISTED)
     c = columns(BLOCK, WIDE)
@@ -61,9 +61,9 @@ def load_tile(
 def to_dot(x, DTYPE: tl.constexpr):
     """Convert a loaded tile to the dtype of the products.
 
-    An e4m3 byte has a sign bit, 4 exponent bits (bias 7) and 3 mantissa bits. Shifted left by 7, exponent and mantissa
-    are at their places in float16, whose bias is 8 larger. Read as float16, these bits are therefore the value times
-    2^-8, subnormals included. NaN is 0x7f.
+    An e4m3 byte has a sign bit, 4 exponent bits (bias 7) and 3 mantissa bits. A shift by 7 moves exponent and mantissa
+    to their places in float16, whose bias is 8 larger. The shifted bits, read as float16, are therefore the value times
+    2^-8, even for subnormals. NaN is 0x7f.
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
@@ -78,9 +78,9 @@ def to_dot(x, DTYPE: tl.constexpr):
 def times_groups(x, scales, GROUP: tl.constexpr):
     """Return rows x [N,L] in float32, with each group of columns multiplied by its scale; scales [N,L/GROUP].
 
-    The sum over a single term is only there to stop a search. Triton searches the producers of a product's operands for
-    the narrowest dtype, and stops only at reductions. Without the sum, Triton would find float8 and load the rows in an
-    order that ldmatrix does not support.
+    The sum over a single term only stops a search: among the producers of a product's operands, Triton looks for the
+    narrowest dtype, up to a reduction. Without the sum, Triton would find float8 and load the rows in an order that
+    ldmatrix does not support.
     """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     return tl.sum((groups * scales[:, :, None]).reshape(1, x.shape[0], x.shape[1]), 0)
@@ -88,9 +88,9 @@ def times_groups(x, scales, GROUP: tl.constexpr):
 
 @triton.jit
 def power_of_two(amax):
-    """Return powers of two ``(down, up)`` with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity stay.
+    """Return powers of two ``(down, up)`` with amax * down in [2^13, 2^14) and down * up = 1.
 
-    If amax is below 2^-113, amax * down is below 2^13.
+    If amax is below 2^-113, amax * down is below 2^13. If amax is NaN or infinity, so is the product.
     """
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
     down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)

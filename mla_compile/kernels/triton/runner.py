@@ -1,9 +1,9 @@
 """Turns a step into a function of a stream and addresses. A step is compiled and bound to its arguments only once.
 
 ``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as in compilation without
-a GPU. Triton's normal entry collects metadata and calls profiler hooks even if no profiler is attached, and passes on
+a GPU. Triton's normal launch collects metadata and calls profiler hooks even if no profiler is attached, and passes on
 all arguments (some 70 for these kernels) three times. :func:`bind` avoids this work unless a profiler is attached. If
-Triton's internals differ from those of 3.6 and 3.7, the normal entry is used, which takes some 10 us longer.
+Triton's internals differ from those of 3.6 and 3.7, the normal launch is used, which takes some 10 us longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _compiled: dict[object, object] = {}
 
 
 class Address:
-    """An address and a dtype: all that Triton needs of a tensor, without keeping the tensor's memory alive."""
+    """An address and a dtype, which Triton takes in place of a tensor. The tensor's memory is not kept alive."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
@@ -35,8 +35,7 @@ class Address:
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
     """Return a function that launches a step on device ``index``, given a stream and a list of addresses.
 
-    ``places`` holds positions in the list of addresses, by the names of buffers and of scalars that change between
-    launches.
+    ``places`` maps buffers, and scalars that change between launches, to positions in the list of addresses.
     """
     try:
         run = bind(_compile(step, index), step.grid)
@@ -57,7 +56,7 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
 
 
 def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
-    """Return, for each argument that is set at each launch, the argument's position in the list of addresses."""
+    """Map each argument that is set at each launch to its position in the list of addresses."""
     found = {argument: places[name] for argument, name in step.buffers.items()}
     return found | {name: places[name] for name in step.scalars if name in places}
 
@@ -83,12 +82,12 @@ def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], 
 
 
 def _heard(hook: object) -> bool:
-    """Whether a hook is set. Triton's hooks are chains, which may be empty. A caller may set a function instead."""
+    """Whether a hook is set: a chain of Triton's that is not empty, or a caller's own function."""
     return bool(getattr(hook, "calls", hook))
 
 
 def _compile(step: Step, index: int) -> object:
-    """Return the compiled kernel for a device. Kinds of call that differ only in sizes share the kernel."""
+    """Return the compiled kernel for a device. Calls that differ only in runtime sizes share a kernel."""
     import triton
     from triton.compiler import ASTSource
     from triton.runtime.driver import driver

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from mla_compile.kernels.triton.combine_triton import finish, merge
 
-PARTS = 8  # partitions per program. Each is compared with every request, so up to 8 x 4096 comparisons at a time
+PARTS = 8  # partitions per program, each compared with every request: up to 8 x 4096 comparisons at a time
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def cut(
 
     p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
     position = (p * pay)[:, None]  # [PARTS,1]
-    # A position in the overhead of a request, which follows its blocks, moves on to the start of the next request.
+    # The overhead of a request follows its blocks. A position in the overhead counts as the start of the next request.
     passed = valid[None, :] & (position >= start[None, :] + tl.maximum(blocks, 1)[None, :])  # [PARTS,BLOCK_B]
     request = tl.sum(passed.to(tl.int32), 1)
     here = tl.where(b[None, :] == request[:, None], start[None, :], 0)
@@ -78,7 +78,7 @@ def combine_slots(
 ):
     """Combine part f32 [slots,M,V] and part_lse f32 [slots,M] (base 2) into out [B*M,V] and lse f32 [B*M].
 
-    Only cut requests are written. Requests in one partition already have their result. Grid (B*M, V // BLOCK_V).
+    Only requests that were cut are written. The attention kernel wrote the others. Grid (B*M, V // BLOCK_V).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -86,16 +86,16 @@ def hidden(
     n, seen,  # [BLOCK_N]
     end,  # the last key that a row sees: [BLOCK_M]
     window,
-    mask,  # None, or the address of the mask's first column: with MASK_ROWS for each row [BLOCK_M], else for all rows
+    mask,  # None, or the address of the mask's first column: for each row [BLOCK_M] with MASK_ROWS, else for all rows
     mask_t,
     valid,  # [BLOCK_M]
     LISTED_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores plus an additive mask, with minus infinity where a row does not see a key.
+    """Add an additive mask to the scores, and set the scores of hidden keys to minus infinity.
 
-    With causality, ``seen`` is applied only if there are lists of tiles. Otherwise the causal limit and the window of a
-    row imply it.
+    With causality, ``seen`` is applied only if there are lists of tiles. Otherwise, a row's causal limit and window
+    hide these keys.
     """
     if CAUSAL:
         visible = n[None, :] <= end[:, None]

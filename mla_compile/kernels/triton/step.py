@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 _I32 = 1 << 31
-# Strides of tensors with one number per token. They may be multiples of 16 in one decode step but not in the next, so
-# the compiler is not told.
+# Strides of tensors with one number per token. They may be multiples of 16 in only some decode steps, so the compiler
+# must not assume divisibility.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
@@ -52,7 +52,7 @@ class Step:
         object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     def source(self) -> Source:
-        """Return what Triton compiles, as :data:`Source`."""
+        """Return the input of Triton's compiler, as :data:`Source`."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int], object] = {}
         attributes: dict[tuple[int], object] = {}
@@ -106,7 +106,7 @@ class Arguments:
         self.aligned.add(name)
 
     def strides(self, given: dict[str, int], fixed: tuple[int, ...] = ()) -> None:
-        """Add strides. The values 0 and 1 become constants, and so does a stride between rows that is in ``fixed``."""
+        """Add strides. The values 0 and 1 become constants. So does a stride between rows that is in ``fixed``."""
         for name, stride in given.items():
             if stride in (0, 1) or (name.endswith("_t") and stride in fixed):
                 self.constants[name] = stride

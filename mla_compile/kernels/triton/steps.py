@@ -1,8 +1,7 @@
 """The launches of one decode attention call with Triton, as data: kernels, grids, arguments, compile-time constants.
 
 :func:`steps` is pure and accepts meta tensors. The launch (kernels/launch.py), the compilation without a GPU
-(benchmarks/gpu/offline.py) and the interpreter (tests/support/interpreter.py) all use the result of :func:`steps`, so
-they cannot differ.
+(benchmarks/gpu/offline.py) and the interpreter (tests/support/interpreter.py) all use it.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ WORD_BITS = 64  # the largest tile, in keys, for the mask's pre-pass: one bit of
 GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of 128 threads
 LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
 COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time
-COMBINE_COLUMNS = 256  # columns of each such split: with 8 splits, 32 elements for each of 64 threads
+COMBINE_COLUMNS = 256  # columns of such a split: 32 elements for each of 64 threads
 _I32 = 1 << 31
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {"seq_lens": "lengths", "block_table": "table"}
-BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])  # names of a call's tensors in steps
+# The names by which ``Step.buffers`` refers to the tensors of a call.
+BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])
 
 
 def dot_dtype(call: DecodeCall) -> torch.dtype:
     """Return the dtype of both products: the cache's, or for an fp8 cache a dtype that represents fp8 exactly.
 
-    With per-token or per-group scales, it is bfloat16, because softmax weights or rows times such a scale can have any
-    magnitude. Otherwise it is rope's or query's dtype, or float16 if neither is in half precision.
+    With per-token or per-group scales, fp8 becomes bfloat16, because products with such a scale can have any magnitude.
+    Otherwise, fp8 becomes the half-precision dtype of rope or query, or float16 if neither is in half precision.
     """
     if call.latent.dtype.itemsize > 1:
         return call.latent.dtype
@@ -95,7 +95,10 @@ def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
 
 
 def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """Return the shape ``(planes, lists, tiles)`` of a mask's lists; one list if all requests share mask and length."""
+    """Return the shape ``(planes, lists, tiles)`` of a mask's lists.
+
+    There is one list, or one per request if mask or lengths may differ.
+    """
     assert call.mask is not None
     z = call.sizes
     count = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
@@ -256,7 +259,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: 
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     grid = (plan.row_blocks(z.S * z.H), plan.splits, z.B)
-    if listed:  # a block serves one query token; the first axis has room for the tokens of a long prompt
+    if listed:  # a block serves one query token; only the first axis is long enough for the tokens of a prompt
         grid = (plan.row_blocks(z.H) * z.B * z.S, plan.splits, 1)
     return to.step("attend", fn, grid, options)
 

@@ -1,19 +1,18 @@
 """Functions that the Triton kernels share, and the pre-pass that turns a mask into a list of tiles.
 
 :func:`scan_mask` reads a mask once and makes one 64-bit word for every tile of BLOCK_N keys. Bit n is set if some query
-row of the request sees key n of the tile. :func:`list_tiles` then writes the tiles whose word is not zero, in order.
-The attention kernel walks that list as it walks a page table. Tiles that no query sees (left padding, the unused
-capacity of a static cache) are never loaded. Within a tile, a key that no query sees is not loaded either, so the
-contents of its row cannot reach the result.
+row of the request sees key n of the tile. :func:`list_tiles` then lists the tiles whose word is not zero, in order.
+The attention kernel walks that list like a page table. Tiles that no query sees (left padding, the unused capacity of a
+static cache) are never loaded. Within a tile, a key that no query sees is not loaded either, so the contents of its row
+cannot reach the result.
 
 ``work`` is int64 [6,B,capacity] with capacity = cdiv(T, BLOCK_N). Planes SEEN and REAL hold words. FULL tells whether
 every query row has a real key in the tile. TILE and WORD hold the list, and the first entry of COUNT holds its length.
 
-In most models, a finite additive mask at or below a bound, half its dtype's lowest value, means "hidden". Yet for a
-query row that has only such keys, softmax gives weight to all of them. Keys above the bound are *real*. REAL has the
-bits of the real keys. SEEN has the bits of all keys whose mask is not minus infinity. If there is a tile in which every
-query row sees a real key, the request uses REAL, because the other keys then have a weight of exactly 0. Otherwise the
-request uses SEEN.
+Most models hide keys with a large finite additive mask. A key is *real* if its mask is above half the dtype's lowest
+value. If a query row sees a real key, keys that are not real have a weight of exactly 0. But if a query row sees no
+real key, softmax gives weight to other keys. REAL has the bits of the real keys. SEEN has the bits of all keys
+whose mask is not minus infinity. A request uses REAL if some tile has a real key for every query row, otherwise SEEN.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def listed_tile(work, plane, valid):
-    """Return ``(tile, word)``: the number of the tile to whose list entry ``work`` points, and its visible keys."""
+    """Return ``(tile, word)`` of the list entry at ``work``: the tile's number and the bits of its visible keys."""
     return tl.load(work + TILE * plane, mask=valid, other=0), tl.load(work + WORD * plane, mask=valid, other=0)
 
 
@@ -78,9 +77,9 @@ def tile_rows(
     """Return ``(pointer, offsets)``: the rows of ``x`` for tokens ``n`` [BLOCK_N] are at ``pointer + offsets``.
 
     ``x`` points to the request's rows (PAGE = 0) or to the first page. Token numbers start at ``start``; with LISTED,
-    ``n`` are places (kernels/triton/lists_triton.py). Offsets of pages are 64-bit. Offsets inside a request or a page
-    are 64-bit only with WIDE, that is, if they could exceed 2^31, because 64-bit offsets need more registers in the
-    loop. ``table`` is read only for tokens below ``length``, so its later entries may be anything.
+    ``n`` holds places (kernels/triton/lists_triton.py). Offsets of pages are 64-bit. Offsets inside a request or a page
+    are 64-bit only with WIDE (if they could exceed 2^31), because 64-bit offsets need more registers. ``table`` is read
+    only for tokens below ``length``, so later entries may be anything.
     """
     if PAGE == 0:
         if WIDE:
@@ -111,7 +110,7 @@ def scan_mask(
     mask_h,
     mask_s,
     mask_t,
-    HM,  # HM, SM: numbers of heads and query tokens that mask, causality or window distinguish; 1 if they do not
+    HM,  # HM, SM: numbers of heads and query tokens to scan; 1 if all of them see the same keys
     SM,
     S,
     T,
@@ -121,7 +120,7 @@ def scan_mask(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    HIDDEN: tl.constexpr,  # for an additive mask: keys at or below this are not real
+    HIDDEN: tl.constexpr,  # for an additive mask: a key is real if its mask is above this
 ):
     """Write planes SEEN, REAL and FULL of GROUP tiles; grid (cdiv(capacity, GROUP), B)."""
     b = tl.program_id(1)

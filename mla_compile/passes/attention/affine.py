@@ -45,8 +45,8 @@ def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
     """Return ``node`` as an operand, with the axes along which the coordinates of ``place`` run.
 
     Raises :class:`OpaqueError` if a coordinate runs along no axis, if two coordinates run along the same axis, or if a
-    dimension of ``node`` and its axis differ in length. With ``longer``, a dimension may be longer than its axis, as in
-    a buffer of which only the beginning is read.
+    dimension of ``node`` and its axis differ in length. With ``longer``, a dimension may be longer than its axis, if
+    only its beginning is read.
     """
     axes = []
     for at, length in zip(place, shape(node), strict=True):
@@ -110,7 +110,7 @@ def _times(at: Affine, size: Size) -> Affine:
 def in_blocks(at: Affine, size: Size) -> Affine:
     """Return ``at // size``.
 
-    For sizes other than 1, raises :class:`OpaqueError` if ``at`` is no position or ``size`` is no positive number.
+    If the size is not 1, raises :class:`OpaqueError` if ``at`` is no position or ``size`` is no positive number.
     """
     if same(size, 1):
         return at
@@ -241,7 +241,7 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` casts or compares with a number, and the function that maps each element.
+    """Return the operand of a cast or of a comparison with a number, and the function that maps each element.
 
     The function raises :class:`OpaqueError` if its result is not known.
     """
@@ -252,8 +252,8 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
     x, other = argument(node, 0, "self"), argument(node, 1, "other")
     if not is_tensor(x) or not same_sizes(shape(x), shape(node)) or (number := constant(other)) is None:
         return None
-    # The dtype of the comparison depends on both operands. In this dtype, the number may be rounded, or may wrap if it
-    # is an integer.
+    # The dtype of the comparison depends on both operands. In this dtype, the number may be rounded, or an integer may
+    # wrap around.
     numbers = {number}
     if val(x).dtype.is_floating_point:
         numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
@@ -263,7 +263,7 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
 
 
 def _the_one(results: set[float | None]) -> float:
-    """Return the only result. Raises :class:`OpaqueError` if there are several or it is None."""
+    """Return the only result. Raises :class:`OpaqueError` if it is None or there are several."""
     (result, *more) = results
     if result is None or more:
         raise OpaqueError
@@ -271,7 +271,7 @@ def _the_one(results: set[float | None]) -> float:
 
 
 class IndexReader:
-    """Reads integers as affine sums. ``numbers`` maps each size that was read to the node that holds it."""
+    """Reads integers as affine sums. ``numbers`` maps each symbolic size to the node from which it was read."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
@@ -289,7 +289,7 @@ class IndexReader:
             raise OpaqueError
         try:
             return self._computed(given, place)
-        except OpaqueError:  # if its place runs along axes, any other tensor is a term of the sum
+        except OpaqueError:  # any other tensor becomes a term of the sum, if its place runs along axes
             return Affine(terms={operand_at(given, place): 1})
 
     def _computed(self, node: fx.Node, place: Index) -> Affine:
@@ -305,7 +305,7 @@ class IndexReader:
         return rule(self, node, place)
 
     def at_operand(self, node: fx.Node, position: int, name: str, place: Index) -> Affine:
-        """Read an operand of an elementwise operator at ``place`` of its result."""
+        """Read the operand from which the elementwise ``node`` computes its result at ``place``."""
         given = argument(node, position, name)
         return self.read(given, broadcast(shape(given), place) if is_tensor(given) else ())
 

@@ -9,11 +9,11 @@ choice as a mask over all keys. These forms are recognised, where ``index`` is [
     scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry is valid where its flag is set
     any, sum or amax along the list, of (index == position) or one_hot(index); compared with a number if not boolean
 
-An entry may also name a block of keys. The mask over blocks is then read at the block of each key: it is repeated
-``block`` times, or looked up at ``position // block``.
+An entry may also name a block of keys. The model then repeats the mask over blocks ``block`` times, or looks it up at
+``position // block``.
 
 If a ``topk`` or a sort returned the entries, no key is named twice. Otherwise, the rewrite drops repeated entries. Each
-query of a batch entry has one list, which all heads share.
+query has one list, which all heads share.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""Operators whose second result holds indices, each at most once along an axis.
+"""Operators whose second result holds distinct indices along an axis.
 
-The value is the position of this axis among the operator's arguments.
+The dictionary's values are the positions of this axis among the arguments.
 """
 
 
 def chosen(
     queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Index, *, negated: bool
 ) -> Chosen | str | None:
-    """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses.
+    """Return the index list from which the mask ``node``, read at ``place``, was made.
 
-    ``negated``: a key is seen where the boolean is False. The result is None if the mask is not a choice. If it is a
-    choice, but not one list of keys per query, the result is a string that says why.
+    ``negated``: a key is seen where the boolean is False. Returns None if the mask was not made from a list, and a
+    reason if the attention cannot use the list.
     """
     try:
         found = _listed_by(node, place, negated=negated)
@@ -74,13 +74,13 @@ def chosen(
     if found.keys != keys:
         return "chooses queries, not keys" if set(found.keys) <= set(queries) else "chooses heads, not keys"
     outer = set(flatten(found.indices.axes)) - {*found.count, *batch, *queries}
-    # The list may not depend on the key itself or on the head.
+    # All keys and all heads must have the same list.
     return found if not outer else "lists other keys for each head" if not outer & set(keys) else None
 
 
 def _listed_by(node: fx.Node, place: Index, *, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
-    # Whether a value of `node` shows a key. In an additive mask, 0 does, and all other values are fills.
+    # Whether a value of `node` shows a key. In an additive mask, only 0 does.
     shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)
     while True:
         if (numbers := scattered(node)) is not None:
@@ -131,7 +131,7 @@ def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
 def _flag(node: object) -> fx.Node | float | None:
     """Return the positive number that each entry adds, or the boolean that is added as 0 or 1.
 
-    Return None for other values, because they could add up to 0 for a listed key.
+    Return None for other values, because their sum could be 0 for a listed key.
     """
     if (number := constant(node)) is not None:
         return float(number) if number > 0 else None
@@ -157,8 +157,8 @@ def _written(node: fx.Node, place: Index) -> Chosen | None:
 def _list(index: fx.Node, where: Index, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
     """Return ``index``, read at ``where``, as a list of keys.
 
-    A key is seen if an entry equals ``key``, which is the position of the key. ``names``: as in :class:`Chosen`; None
-    if an entry may be any number.
+    ``key``: the position of a key, which is seen if an entry equals this position. ``names``: as in :class:`Chosen`;
+    None if an entry may be any number.
     """
     along = key.position
     if not along or val(index).dtype not in _WHOLE:
@@ -201,7 +201,7 @@ def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
 
 
 def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> bool:
-    """Whether no two entries along ``count`` name the same key or block, of which there are ``there_are``."""
+    """Whether all entries along ``count`` name different keys (or blocks). ``there_are``: the number of keys."""
     if not count:
         return True
     found = _ordered(index, place, there_are)
@@ -214,9 +214,9 @@ def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> b
 
 
 def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tuple[fx.Node, Index, int] | None:
-    """Return the topk or sort result that ``index`` only moves, the place where it is read, and its sorted axis.
+    """Return the topk or sort result from which ``index`` was copied, the place to read there, and the sorted axis.
 
-    If ``there_are`` is given, some indices may have been replaced by a number outside of 0 to ``there_are`` - 1.
+    If ``there_are`` is given, some entries may have been replaced by a number outside of 0 to ``there_are`` - 1.
     """
     while (along := _order(index)) is None:
         try:
@@ -231,7 +231,7 @@ def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tup
 
 
 def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node, Index] | None:
-    """Return the original list and the place where it is read, if ``node`` only replaces entries by an invalid number.
+    """Return the list in which ``node`` replaces some entries by an invalid number, and the place to read there.
 
     An invalid number names no key: it is negative or at least ``there_are``.
     """
@@ -261,7 +261,7 @@ def _names_none(given: object, there_are: Size) -> bool:
 
 
 def _order(node: fx.Node) -> int | None:
-    """Return the axis along which ``node`` holds indices, each at most once; None if that is not known."""
+    """Return the axis along which ``node`` holds distinct indices; None if no such axis is known."""
     if packet(node) is aten.argsort:
         return axis(argument(node, 1, "dim", -1), len(shape(node)))
     if packet(node) is not operator.getitem or node.args[1] != 1:
@@ -274,9 +274,9 @@ def _order(node: fx.Node) -> int | None:
 
 
 def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Index] | None:
-    """Return the scores from which a ``topk`` chose the largest, and the place where the scores of all keys are read.
+    """Return the scores from which a ``topk`` made the list, and the place of the scores of all keys.
 
-    Return None if no topk made the list. With ``some``, entries may have been removed from the list afterwards.
+    Return None if no ``topk`` made the list. If ``some``, entries may since have been replaced by invalid numbers.
     """
     there_are = axis_size(chosen.keys) if some else None
     found = _ordered(chosen.indices.node, place_of(chosen.indices.axes), there_are)

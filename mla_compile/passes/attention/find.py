@@ -1,11 +1,12 @@
 """Find every attention of a graph, however it is written.
 
 Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
-between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes between them in any
-order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with any
-other operator between the products is marked ``open_core`` if the score tracer has a rule for this operator. Examples
-are a soft cap, several sinks, probabilities that are returned to the caller, and exponentials that are divided by their
-sum only after the value product.
+between two products of activations (matmul, bmm, einsum). Scaling, masks, casts and reshapes may lie between the
+products in any order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged.
+
+If the score tracer has a rule for some other operator between the products, the attention is marked ``open_core``.
+Examples are a soft cap, several sinks, probabilities that are returned to the caller, and exponentials that are
+divided by their sum only after the value product.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
     """Return attentions that weigh keys by an elementwise function of the scores instead of a softmax.
 
-    Each comes with the first nonlinear operator of the function. :func:`find_attention` does not find these attentions.
+    Each attention is paired with the first nonlinear operator. :func:`find_attention` ignores such attentions.
     """
     tracer = ScoreTracer(weights, every_map=True)
 
@@ -73,7 +74,7 @@ def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tu
 
 
 def _beside_a_softmax(weights_of_keys: fx.Node) -> bool:
-    """Whether there is a softmax upstream of the weights of the keys, in an attention that the tracer cannot follow."""
+    """Whether the weights of the keys depend on a softmax, which the tracer could not follow."""
 
     def inputs(node: fx.Node) -> Collection[fx.Node]:
         return () if is_contraction(node) else node.all_input_nodes
@@ -113,7 +114,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) 
     v_lead: list[Axis] = []
     for d in range(rank - 2):
         sizes = [shape(x)[d] for x in (q, k, v)]
-        # Any of the three may broadcast along a leading axis.
+        # Any of q, k and v may broadcast along a leading axis.
         full = next((s for s in sizes if not same(s, 1)), 1)
         own = fresh_axis(full)
         own_k, own_v = (() if same(s, 1) else own for s in sizes[1:])
@@ -193,16 +194,16 @@ def _close(
             axis_of[label] = fresh_axis(s)
     v_axes = tuple(() if same(s, 1) else axis_of[c] for c, s in zip(v_labels, shape(v), strict=True))
     keys = axis_of[summed[0]]
-    # The keys are the axis over which the values are summed, even if the softmax runs over the queries.
+    # The values are summed over the keys, even if the softmax runs over the queries.
     scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products))
-    # Exponentials without a softmax are normalised over the same axis.
+    # Exponentials without a softmax are normalised over the keys.
     if not scores.normalized:
         scores = replace(scores, softmax=keys)
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
-    # An atom that only the queries have represents query tokens. If there are several such atoms, only the innermost
-    # represents query tokens, and the others are heads (MQA).
+    # An atom that only the queries have represents query tokens. If there are several such atoms, the innermost
+    # represents query tokens, and the others represent heads (MQA).
     own = [a for a in rows if a not in shared]
     queries = tuple(own[-1:])
     lead = tuple(a for a in rows if a not in queries)
@@ -228,8 +229,8 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
     if not all(fill < NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
-    # In a row where every key is masked, the softmax sees only the fills. If these differ, the largest fill decides,
-    # and a kernel that knows only which keys are hidden cannot reproduce this.
+    # In a row where every key is masked, the softmax sees only the fills. If the fills differ, the largest decides. A
+    # kernel that knows only which keys are hidden cannot reproduce this.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks with different fills, whose order matters in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}
@@ -244,18 +245,18 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
                 inside.add(n)
                 if n not in products:
                     queue.append(n)
-    # If another node reads one of these tensors, the tensor has to be computed anyway.
+    # If an outside node reads one of these tensors, the tensor has to be computed anyway.
     if any(user is not node and user not in inside for n in inside for user in n.users):
         return "scores or probabilities are used elsewhere too"
     return None
 
 
 def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None:
-    """Explain what is wrong if the softmax does not run over the keys; None if it does."""
+    """Explain why the softmax does not run over the keys; None if it does."""
     q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
     if set(scores.softmax) != set(keys):
         return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
-    # Here, either the keys are also an axis of the queries, or a product of the scores lacks the axis of the keys.
+    # The softmax runs over the summed axis, but this axis is not an axis of the keys alone.
     if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
         return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
     return None

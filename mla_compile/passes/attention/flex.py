@@ -1,7 +1,7 @@
-"""Recognise calls of flex_attention that can be read as an attention, and apply their functions to all scores.
+"""Recognise calls of flex_attention that can be analysed, and vectorise their functions.
 
-``score_mod`` is a function of one score and its indices. Vectorising it applies its operators to all scores at once.
-With a block mask, a query sees only keys of the listed blocks.
+``score_mod`` is a function of one score and its indices. The vectorised function applies to all scores at once. If
+there is a block mask, a query sees only keys of the listed blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONE_BLOCK = 1 << 30
 class Flex:
     """One call of flex_attention.
 
-    ``score_mod``, which also reads ``buffers``, is None if it changes no score. ``mask`` is None if all keys are seen.
+    ``score_mod`` may read ``buffers``, and is None if it changes no score. ``mask`` is None if all keys are seen.
     """
 
     call: fx.Node
@@ -49,10 +49,10 @@ class Flex:
 class FlexMask:
     """A block mask.
 
-    ``blocks``: two tensors that list the partly seen blocks of keys for each block of queries: their number [B|1,H|1,n]
-    and their indices [B|1,H|1,n,m]. If wholly seen blocks are listed, two more such tensors follow. ``sizes``: the
-    number of tokens in a block of queries, and in a block of keys. ``mask_mod``, which also reads ``buffers``, tells
-    which keys of the partly seen blocks are seen.
+    ``blocks``: for each block of queries, the number [B|1,H|1,n] and the indices [B|1,H|1,n,m] of the key blocks that
+    are partly seen. If wholly seen key blocks are listed, two more such tensors follow. ``sizes``: the number of tokens
+    in a block of queries and in a block of keys. ``mask_mod`` tells which keys of the partly seen blocks are seen, and
+    may read ``buffers``.
     """
 
     blocks: tuple[fx.Node, ...]
@@ -77,7 +77,7 @@ class FlexMask:
     def _listed(
         self, count: torch.Tensor, index: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """Whether each key's block is among the first ``count`` entries of ``index`` for each query's block."""
+        """Whether a key's block is listed for a query's block, among the first ``count`` entries of ``index``."""
         of_queries, of_keys = self.sizes
         number = -(-keys.shape[0] // of_keys)
         listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
@@ -96,7 +96,7 @@ def is_flex(node: fx.Node) -> bool:
 
 
 def flex_of(node: fx.Node) -> Flex | None:
-    """Return the call that computes ``node``, if it is an attention without a mask and has no other used result."""
+    """Return the call that computes ``node``, if it can be analysed, has no mask and has no other used result."""
     call: fx.Node | None = args_of(node)[0] if packet(node) is operator.getitem else None
     if call is None or not is_flex(call) or set(call.users) != {node} or node.args[1] != 0:
         return None
@@ -105,7 +105,7 @@ def flex_of(node: fx.Node) -> Flex | None:
 
 
 def read_flex(call: fx.Node) -> Flex | None:
-    """Return the call if it can be read as an attention, whichever of its results are used."""
+    """Return a record of ``call``; None if it cannot be analysed. Any of its results may be used."""
     if not is_flex(call) or call.kwargs:
         return None
     q, k, v, score_mod, block_mask, scale, _, buffers, mask_buffers = args_of(call)
@@ -139,8 +139,8 @@ def _one_block(block_mask: tuple[object, ...]) -> bool:
 def _for_all(
     function: Callable[..., torch.Tensor], scores: int, buffers: Sequence[object]
 ) -> Callable[..., torch.Tensor]:
-    """Vectorise ``function`` over [B,H,S,T]. It takes ``scores`` scores (0 or 1), 4 indices, and ``buffers``."""
-    # The innermost axis is wrapped first, so that the batch becomes the outermost one.
+    """Vectorise ``function`` over [B,H,S,T]. ``function`` takes ``scores`` (0 or 1) scores, 4 indices and buffers."""
+    # The innermost axis is wrapped first, so that the batch becomes the outermost axis.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*[0] * scores, *dims, *(None for _ in buffers)))
     return function
@@ -151,8 +151,8 @@ def _returns_the_score(graph: fx.GraphModule) -> bool:
 
 
 def _is_true(graph: fx.GraphModule) -> bool:
-    """Whether mask_mod hides nothing."""
-    # The default mask_mod is traced to one constant; a mask_mod that computes anything may hide something.
+    """Whether the mask_mod ``graph`` always returns True."""
+    # The default mask_mod is traced to one constant. Any other mask_mod may hide keys.
     result = graph.graph.output_node().args[0]
     if isinstance(result, fx.Node) and packet(result) in (aten.full, aten.new_full):
         return args_of(result)[-1] is True or result.kwargs.get("fill_value") is True

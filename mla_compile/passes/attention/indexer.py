@@ -37,10 +37,10 @@ class Indexer:
         out: the weighted sum, whose value a rewrite replaces.
         query: the queries, with axes of batch, queries, heads and features.
         keys: the keys, with axes of batch, tokens and features.
-        weights: the weights of the heads, with axes of batch, queries and heads, or some of these.
+        weights: the weights of the heads, with axes of heads and perhaps of batch and queries.
         batch, queries, heads, tokens, features: the atoms of these axes.
-        scale: the factor of the products, applied before the relu.
-        factor: the factor of the relus.
+        scale: the factor before the relu.
+        factor: the factor after the relu.
     """
 
     out: Operand
@@ -74,7 +74,7 @@ def indexers(lists: Iterable[Chosen], weights: Collection[fx.Node]) -> list[Inde
 
 
 def with_keys(node: fx.Node, T: Size) -> list[fx.Node]:
-    """Return the inputs of ``node`` with an axis of length T, the number of keys."""
+    """Return the inputs of ``node`` that have an axis of length T, the number of keys."""
     return [n for n in node.all_input_nodes if is_tensor(n) and any(same(own, T) for own in shape(n))]
 
 
@@ -145,10 +145,10 @@ def _moved(inner: _Rectified, node: fx.Node, how: Copy | Reorder) -> _Rectified 
 
 
 def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Node, str], out: str) -> Indexer | None:
-    """Return the indexer, if each tensor has the axes that an indexer needs."""
+    """Return the indexer; None if a tensor lacks the axes that an indexer needs."""
     axis_of = dict(zip(labels, inner.axes, strict=True))
     other, own = weighted
-    # An axis that the products lack belongs only to the weights.
+    # An axis that the products lack is an axis of the weights alone.
     weight_axes = tuple(
         () if same(s, 1) else axis_of.get(c) or fresh_axis(s) for c, s in zip(own, shape(other), strict=True)
     )
@@ -195,7 +195,7 @@ def _is_exact(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def _is_alone(found: Indexer, inner: _Rectified) -> bool:
-    """Whether nothing outside the indexer reads the products, or the tensors between products and weighted sum."""
+    """Whether nothing outside the indexer reads its products or any other intermediate tensor."""
     start = inner.product.node
     assert start is not None, "a product that is no fused attention has a node"
     made = [start]

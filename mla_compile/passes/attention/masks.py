@@ -1,8 +1,8 @@
 """Read masks as conjunctions of parts: comparisons of positions, index lists, and other booleans.
 
-A key is seen where all parts of a mask hold. A part is a boolean that is read at a place (``affine.Index``). A part
-that compares numbers that are affine in positions is expressed as the condition ``bound >= 0``. An additive mask is 0
-where all its parts hold. Elsewhere, it is one number: minus infinity, or a very low number.
+A key is seen where all parts of a mask hold. A part is a boolean that is read at a place (``affine.Index``). A
+comparison of numbers that are affine in positions is expressed as ``bound >= 0``. An additive mask is 0 where all its
+parts hold. Elsewhere, the mask is one number: minus infinity, or a very low number.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ aten = torch.ops.aten
 class Condition:
     """A boolean that has to be True (False if ``negated``) for a key to be seen.
 
-    ``bound``: if the condition is affine in positions, it is equivalent to ``bound >= 0``. ``added``: ``node`` does not
-    hold booleans, but numbers that are added to the scores where the other conditions hold. ``outside``: if ``node``
-    cannot be a mask by itself, the same condition read from a later tensor that can.
+    ``bound``: if set, the condition is equivalent to ``bound >= 0``. ``added``: ``node`` holds no booleans, but numbers
+    that are added to the scores where the other conditions hold. ``outside``: an equivalent condition on a later
+    tensor that can be a mask, if ``node`` cannot be one.
     """
 
     node: fx.Node
@@ -80,7 +80,7 @@ class Condition:
 
 
 class Masks(IndexReader):
-    """Reads masks as parts that all have to hold. With ``any_numbers``, a part may be an arbitrary additive mask."""
+    """Splits masks into parts that all have to hold. If ``any_numbers``, a part may be an arbitrary additive mask."""
 
     def __init__(self, *, any_numbers: bool = False) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Masks(IndexReader):
     def added(self, node: fx.Node, place: Index) -> tuple[list[Condition], float]:
         """Return the parts of an additive mask and its number.
 
-        The mask is 0 where all parts hold, and it is the number elsewhere.
+        Where all parts hold, the mask is 0. Elsewhere, the mask is the number.
         """
         parts, number = self._added(node, place)
         fill = as_in(node, number)
@@ -195,7 +195,7 @@ class Masks(IndexReader):
         return parts, float("-inf")
 
     def hidden(self, scores: fx.Node, place: Index) -> tuple[list[Condition], fx.Node]:
-        """Return the known conditions under which ``scores`` are not hidden, and the scores before masking."""
+        """Return the conditions by which ``scores`` were masked, and the scores before masking."""
         how = decode(scores)
         if isinstance(how, Copy) and val(how.x).dtype.is_floating_point and val(scores).dtype.is_floating_point:
             return self.hidden(how.x, place)
@@ -245,7 +245,7 @@ def _joined(
     unknown = [
         (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
-    # With several operands, an `or` (or a negated `and`) is not a conjunction. Without operands, it never holds.
+    # An `or` (or a negated `and`) of several operands is not a conjunction. An `or` of no operands never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
     found: list[Condition] = []
@@ -277,7 +277,7 @@ def _not(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Co
 
 
 def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
-    """Read a comparison, either of a boolean that was cast to numbers with a number, or of positions."""
+    """Read a comparison of positions, or a comparison of a cast boolean with a number."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
     if found is None or x is None:
@@ -289,7 +289,7 @@ def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[
 
 
 def _boolean(node: fx.Node) -> fx.Node | None:
-    """Return the boolean that ``node`` casts, or ``node`` itself if it is boolean; None if there is no boolean."""
+    """Return the boolean tensor from which ``node`` was cast, or ``node`` if it is boolean; None otherwise."""
     while val(node).dtype != torch.bool:
         how = decode(node)
         if not isinstance(how, Copy):
@@ -313,7 +313,7 @@ def _compared(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> li
 
 
 def _triangle(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
-    """Read ``tril`` and ``triu`` of a boolean: unchanged on one side of a diagonal, False on the other."""
+    """Read ``tril`` or ``triu`` of a boolean, which is False on one side of a diagonal."""
     inner = masks.parts(argument(node, 0, "self"), place, negated=False)
     beyond = _beyond(node, place)
     bound = beyond if packet(node) is aten.triu else beyond * -1
@@ -340,7 +340,7 @@ _BOOLEAN: dict[object, _Rule] = {
 
 
 def said(node: fx.Node, why: str = "") -> str:
-    """Describe a mask that does not compare positions: name its operator, and say ``why`` the mask is not explained."""
+    """Describe a mask that does not compare positions: name its operator and the reason ``why`` it stays a mask."""
     node = behind(node, (Copy, Rearrange))[-1]
     if node.op != "call_function":
         return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
@@ -366,7 +366,7 @@ _MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether no operator upstream of ``scores`` can lower the score of a visible key below that of a hidden key."""
+    """Whether all operators between the products and ``scores`` keep scores finite, so that none can hide a key."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

@@ -1,9 +1,9 @@
 """Trace attention scores from the query-key product to the softmax and on to the value product.
 
 Between the products, models write scales, masks, casts and reshapes in any order. The tracer follows axes as atoms. It
-walks back from the value product until it reaches a product of two activations. An operator outside the plain formula
-does not end the walk if the tracer has a rule for it. ``open_core`` then records the operator, and the products can
-still be rewritten one by one.
+walks back from the value product until it reaches a product of two activations. The tracer can also follow some
+operators that are not in the plain formula. ``open_core`` then names the operator, and the products can still be
+rewritten one by one.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # The axis of the softmax belongs to the keys, so the softmax will tell which operand is the query. Until then, the
-    # left operand is taken as the query.
-    axes = tuple(axis_of.get(c, ()) for c in out)  # no operand has the label of a reduced axis that keepdim leaves
+    # The softmax, which runs over the keys, will tell which operand is the query. Until then, the left operand is taken
+    # as the query.
+    axes = tuple(axis_of.get(c, ()) for c in out)  # keepdim leaves a reduced axis whose label no operand has
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
 
@@ -192,7 +192,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _constant(value: object) -> float | None:
-    """Return a number, or the number that fills a constant tensor."""
+    """Return ``value`` if it is a number, or the fill of a constant tensor."""
     if isinstance(value, (int, float)):
         return float(value)
     how = decode(value)
@@ -209,14 +209,14 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     # `softmax(x, dtype=float32)` converts before it exponentiates.
     scores = converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
-    # A number that is subtracted from all scores along the axis of the softmax does not change the result. Numbers that
-    # vary along this axis do.
+    # A constant that is subtracted along the axis of the softmax does not change the result. Numbers that vary along
+    # this axis do.
     if scores.below_top not in (None, over):
         scores = scores.opened("the maximum along another axis is subtracted")
     joined = next((p for p in scores.padded if over == (p.longer,)), None)
     if joined is not None and joined.sink is None:
         scores = scores.opened("the softmax runs over more than the keys")
-    # Without the column of the sink, the axis of the softmax is the axis of the keys.
+    # The axis of the softmax is the axis of the keys, plus the column of the sink.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)
@@ -227,7 +227,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the exponential of a written-out softmax that divides after the value product or sums additional terms."""
+    """Follow the exponential of a softmax that is written out with exp, sum and division."""
     scores = tracer.trace(args_of(node)[0])
     return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
@@ -254,7 +254,7 @@ def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _difference(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the results of one softmax minus a multiple of another softmax's results (differential attention)."""
+    """Follow the difference of the results of two softmaxes (differential attention)."""
     a, b = (tracer.trace(x) if is_tensor(x) else None for x in args_of(node)[:2])
     both = a is not None and b is not None and a.normalized and b.normalized
     return added_up(a, b) if both and a is not None and b is not None else None
@@ -272,7 +272,7 @@ def _top_of(x: fx.Node, top: object) -> int | None:
 
 
 def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
-    """Follow scores to which something is joined along one axis (an attention sink)."""
+    """Follow scores to which columns are joined, such as an attention sink."""
     dim = how.dim
     for k, x in enumerate(how.parts):
         scores = tracer.trace(x)
@@ -292,7 +292,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
 
 
 def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """Return the joined column without its expansion over batch and queries; None if ``parts`` are not one column."""
+    """Return the only column in ``parts``, before its expansion over batch and queries; None if there are several."""
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]
@@ -303,7 +303,7 @@ def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
 
 
 def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
-    """Follow a slice that removes the joined columns again."""
+    """Follow a slice that removes joined columns."""
     scores, dim = tracer.trace(how.x), how.dim
     if scores is None or _keeps_shape(node, how.x):
         return scores
@@ -320,7 +320,7 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
 
 
 def _selected(tracer: ScoreTracer, node: fx.Node, how: Select) -> Scores | None:
-    """Follow a selection along an axis other than the keys, as in differential attention with one softmax call."""
+    """Follow a selection from probabilities, as in differential attention with one softmax call."""
     scores = tracer.trace(how.x)
     if scores is None or not scores.normalized or scores.padded or how.index is None:
         return None

@@ -61,7 +61,7 @@ class Scores:
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Return the scores after an operator changes them. The core becomes open if only a softmax was to follow."""
+        """Return the scores after an operator changes their values. If they were settled, the core becomes open."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:
@@ -84,8 +84,8 @@ class Scores:
 
 def converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     """Convert scores to another dtype. Some fills become infinite, such as float64's lowest value in float32."""
-    # Probabilities do not change: they lie between 0 and 1, which fits every floating dtype, and masks were applied
-    # before the softmax. Once the maximum is subtracted, a fill that hides a whole row is 0 in every dtype.
+    # Probabilities lie between 0 and 1, which every floating dtype can hold, and masks were applied before the softmax.
+    # Once the maximum is subtracted, a row that is wholly hidden holds only zeros.
     if old == new or scores.normalized or scores.below_top is not None:
         return scores
     # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
@@ -113,7 +113,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         if splits is None:
             return None
         a, b = a.split(splits[0]), b.split(splits[1])
-    # The second product takes the atoms of the first, because their sum has one set of axes.
+    # The second product takes the atoms of the first, because the sum has one set of axes.
     rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # the same product twice, the second time with permuted axes
@@ -122,7 +122,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         return None
     joined = replace(
         a,
-        # Probabilities that were selected from one softmax share its product, which is listed once.
+        # If `a` and `b` were selected from one softmax, their common product is listed once.
         products=(*a.products, *(p for p in renamed.products if not a.normalized or p not in a.products)),
         masks=(*a.masks, *renamed.masks),
         mapped=a.mapped or b.mapped,
@@ -142,7 +142,7 @@ def _twice(a: Scores, b: Scores) -> bool:
 
 
 def oriented(product: Product, keys: Axis) -> Product:
-    """Swap the operands if only the query has the axis ``keys``, so that the key operand has it."""
+    """Swap the operands if only the query operand has the axis ``keys``."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product

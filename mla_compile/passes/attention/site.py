@@ -1,4 +1,4 @@
-"""Records that describe an attention once it is found; every later pass reads them."""
+"""Records that describe an attention in a graph. Every later pass reads these records."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
 
 NEGLIGIBLE = -1e8
-"""In float32, a score that is filled with a number below this limit gets no weight.
+"""If a mask fills in a number below this limit, the key gets no weight in float32.
 
-A fill above the limit acts as an ordinary score.
+A number above the limit acts as an ordinary score.
 """
 VANISHING = -1e29
-"""A score that is added to a fill below this limit is lost in rounding, even in float64.
+"""Adding a score to a number below this limit does not change the number, even in float64.
 
-A row that holds only such fills therefore weighs all keys equally.
+A row of only such numbers therefore weighs all keys equally.
 """
 
 
@@ -40,7 +40,7 @@ class Operand:
 class Product:
     """One query-key product, ``scores = q . k``.
 
-    ``node`` computes the product and has the axes ``out``. It is None if the product is inside a fused attention.
+    ``node`` computes the product and has the axes ``out``. Inside a fused attention, ``node`` is None.
     """
 
     q: Operand
@@ -61,11 +61,11 @@ class Product:
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """A mask, which is added to the scores or replaces some of them.
+    """A mask that is added to the scores or replaces some scores.
 
     ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True and become ``fill``
     elsewhere. ``drop``: scores become ``fill`` where the boolean is True. ``dtype``: if set, the masked scores are
-    later converted to this dtype. Its range is smaller than that of the scores, so a finite mask may become infinite.
+    later converted to this dtype, which has a smaller range. A finite mask may then become infinite.
     """
 
     kind: Literal["add", "keep", "drop"]
@@ -112,9 +112,9 @@ class Affine:
 
     @property
     def position(self) -> Axis | Block | None:
-        """The axis along which this number is a position, or the block whose index it is.
+        """The axis if this number is a position along an axis, or the block if this number is a block's index.
 
-        ``()`` for position 0; None if the number is neither.
+        ``()`` for position 0; None for other numbers.
         """
         if self.terms or not same(self.const, 0):
             return None
@@ -125,7 +125,7 @@ class Affine:
 
     @property
     def axis(self) -> Axis | None:
-        """The axis along which this number is a position; ``()`` for position 0; None if it is not a position."""
+        """The axis if this number is a position along an axis; ``()`` for position 0; None for other numbers."""
         along = self.position
         return None if isinstance(along, Block) else along
 
@@ -143,18 +143,16 @@ class Chosen:
     """An index list: the keys that each query sees.
 
     Attributes:
-        indices: the integer entries. Their axes are ``count`` and the batch and query axes, of which some may be
-            missing.
+        indices: the integer entries. Their axes are ``count`` and any of the batch and query axes.
         count: the axis along which the entries are listed.
         keys: the axis of the keys that the entries name.
-        distinct: whether no query's list names a key twice.
-        names: entries can name the keys (or blocks) 0 to ``names`` - 1. ``names`` is at least T (or the number of
-            blocks of T keys).
-        block: the number of neighbouring keys that an entry names: entry i names the keys from ``block * i`` on.
+        distinct: whether each list names each key at most once.
+        names: how many keys (or blocks) the entries can name; perhaps more than the attention has.
+        block: the number of neighbouring keys that an entry names. Key ``block * i`` is the first that entry i names.
         any_number: whether an entry may be any number. A number that is negative or too large names no key.
         flags: if set, an entry is valid only where its flag is not 0. If None, all entries are valid.
-        scores: the scores, before masking, from which the largest were chosen. Set only if the choice applied the same
-            masks as the attention: each query that sees any key then sees a chosen key.
+        scores: the unmasked scores that decided the choice. Set only if the choice and the attention apply equal
+            masks. A query that sees any key then also sees a chosen key.
     """
 
     indices: Operand
@@ -182,21 +180,21 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys t that query s sees: those that all ``masks`` show and that meet the conditions below.
+    """The keys t that query s sees. All ``masks`` show such a key, and the key meets the conditions below.
 
     Attributes:
-        masks: the masks that the other attributes do not express, or all masks if nothing could be explained.
-        lengths: t is less than each length. A length depends on neither s nor t, and its tensors have only batch axes.
-        numbers: symbolic sizes that occur in the lengths, each with a node that holds it.
+        masks: the masks that the other attributes do not express, or all masks if none could be explained.
+        lengths: t is less than each length. A length depends on neither s nor t. Tensors in it have only batch axes.
+        numbers: symbolic sizes that occur in the lengths, each with a node that holds the size.
         causal: if set, t <= T - S + s. Never set together with lengths.
         window: if not 0, t > T - S + s - window. Never set together with lengths.
         chosen: if set, t is in this index list.
-        masked: if there is an index list, a description of the same keys without it.
+        masked: if ``chosen`` is set, a description of the same keys without an index list.
         always: whether every query sees a key, whatever the tensors hold.
-        alike: whether a query that sees no key weighs all keys equally. With an index list and an additive mask, it
-            weighs only the keys with the greatest number: the mask value of a listed key, ``fill`` for other keys.
+        alike: whether a query that sees no key weighs all keys equally. If there is an additive mask over listed keys,
+            such a query weighs only the keys with the greatest mask value. Unlisted keys have the value ``fill``.
         fill: the finite number that the masks fill in, if ``alike``.
-        left: the reasons why ``masks`` remain. Empty if the masks were not analysed.
+        left: the reasons why ``masks`` remain. Empty if no mask was analysed.
     """
 
     masks: tuple[MaskTerm, ...] = ()
@@ -239,16 +237,16 @@ class AttentionSite:
         lead: atoms shared by queries, keys and output (batch, heads), in the order of the output.
         queries: the atoms of the query tokens.
         keys: the atoms of the key tokens.
-        masks: terms that are added to the scaled scores or replace some of them, in the order in which they apply.
+        masks: terms that are added to the scaled scores or replace some scores, in the order in which they apply.
         causal: in addition, query s sees key t only if t <= s (square, aligned top-left).
         scale: the factor of the products.
-        sinks: an additional score for each query. It enters the sum of the softmax but has no value.
+        sinks: an additional score for each query, which enters only the sum of the softmax.
         empty: the result for a query that sees no key: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
-        probs: the weights of the keys, which the value product multiplies by ``v``, if the attention is written out.
-        open_core: why the computation between the products is not the plain formula above; None if it is. With an open
-            core, only the products are rewritten, and everything between them stays as the user wrote it.
+        probs: if the attention is written out, the probabilities by which the value product multiplies ``v``.
+        open_core: why the computation between the products is not the plain formula above; None if it is. If the core
+            is open, only the products are rewritten, and the operators between the products stay.
         problem: why this attention cannot be rewritten at all.
-        call: the operator that computes the whole attention, if it has several results and ``out`` is one of them.
+        call: the operator that computes the whole attention, if ``out`` is only one of its results.
     """
 
     out: Operand

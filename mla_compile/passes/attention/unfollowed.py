@@ -1,9 +1,9 @@
 """Find code that looks like an attention but could not be analysed.
 
-To a reader of the code, a softmax between two products of activations is an attention. If the score tracer has no rule
-for an operator between them, it finds no :class:`AttentionSite`. Without this analysis, the report would not mention
-such an attention at all. The analysis also finds unknown operators that are named like an attention, or that combine
-tensors with the shapes of queries, keys and values.
+A softmax between two products of activations is an attention. If the score tracer has no rule for an operator between
+the products, there is no :class:`AttentionSite` for the attention. This analysis finds such an attention, so that the
+report mentions it. The analysis also finds unknown operators that are named like an attention, or whose operands have
+the shapes of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unfollowed(
     taken_apart |= _waiting(graph)
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
-    # These softmaxes belong to attentions that were found, whatever was decided about them.
+    # These softmaxes belong to `sites`.
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n) and not _pools(n)]
     if not missing:
@@ -52,7 +52,7 @@ def unfollowed(
         before, after = around
         lost = (
             n
-            # Graph order ensures that the first operator that was not followed is blamed, not a later one.
+            # Graph order ensures that the first operator without a rule is blamed.
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
@@ -63,7 +63,7 @@ def unfollowed(
 
 
 def _waiting(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that have a stand-in, and the nodes that only such nodes read, directly or indirectly."""
+    """Return the nodes that have a stand-in, and the nodes whose only readers, direct or indirect, are such nodes."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = [n for n in node.users if n.users or n.op == "output" or waits(n)]
@@ -78,9 +78,9 @@ _ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
 
 
 def _closed(graph: fx.Graph, node: fx.Node) -> Stop | None:
-    """Explain why ``node`` is an attention that cannot be analysed; None if it is not one.
+    """Explain that ``node`` is an attention that cannot be analysed; None if it is not.
 
-    Such a node is an opaque operator or a call of a nested graph.
+    Such a node is an opaque operator or calls a nested graph.
     """
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
@@ -104,7 +104,7 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
 
 
 def _of_a_library(node: fx.Node) -> str | None:
-    """Explain why an unknown operator is taken for an attention: by its name, or by the shapes that it combines."""
+    """Explain that an unknown operator seems to be an attention: its name or the shapes of its operands suggest it."""
     name = foreign_name(node)
     if name is None:
         return None
@@ -115,11 +115,11 @@ def _of_a_library(node: fx.Node) -> str | None:
 
 
 def _combines(node: fx.Node) -> bool:
-    """Whether three consecutive operands are shaped like queries, keys and values with heads, and the result fits them.
+    """Whether three consecutive operands and the result are shaped like queries, keys, values and their output.
 
     Keys and values agree in all sizes except the width, and so do queries and the result. Queries are as wide as keys,
-    and the result is as wide as values. Three operands of the same shape are rejected, because the operands of gates
-    and norms look like this.
+    and the result is as wide as values. Three operands of equal shape are rejected, because gates and norms have such
+    operands.
     """
     results = node.meta.get("val")
     first = results[0] if isinstance(results, (tuple, list)) and results else results
@@ -148,9 +148,9 @@ def _attends(gm: fx.GraphModule) -> bool:
 
 
 def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Return the nodes from the products before a softmax to the softmax, and from there to the products after it.
+    """Return the nodes on the way from a softmax to the products upstream, and on the way to the products downstream.
 
-    None if there is no product on one of these sides, as for a router's softmax over logits.
+    Return None if one side has no product, as in a router's softmax over logits.
     """
     ends = _ends(tracer)
     products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
@@ -159,8 +159,8 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
 
 def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
-    """Return a predicate: whether a walk from a softmax to the products around it ends at a node."""
-    # A product with a weight ends the walk too, unless it mixes the heads of the scores (talking heads).
+    """Return a predicate that tells at which nodes a walk from a softmax to the nearest products ends."""
+    # A product with a weight ends the walk, unless the product mixes the heads of the scores (talking heads).
     return lambda n: (
         is_contraction(n)
         and not any(_holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x))
@@ -168,7 +168,7 @@ def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
 
 
 def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
-    """Explain a softmax that weighs values in this graph, but whose scores Dynamo passes in from another graph."""
+    """Explain a softmax that weighs values in this graph, but gets its scores from before a graph break."""
     sums, _ = nearest(softmax, lambda n: n.users, tracer.is_product, _ends(tracer))
     if not any(_weighs_keys(product, softmax) for product in sums):
         return None
@@ -181,7 +181,7 @@ def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
 
 
 def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether ``product`` sums values for each query: the result keeps an axis of ``softmax`` that the values lack."""
+    """Whether ``product`` sums values for each query: its result has an axis of ``softmax`` that the values lack."""
     labelled = product_labels(product)
     if labelled is None:
         return False
@@ -200,7 +200,7 @@ def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether ``node`` is traced back to query-key products, and not to value products, which read probabilities."""
+    """Whether ``node`` is traced back to products that read no probabilities, that is, to query-key products."""
     scores = tracer.trace(node)
     if scores is None:
         return False
@@ -215,9 +215,9 @@ def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
 
 
 def _pools(softmax: fx.Node) -> bool:
-    """Whether the softmax only pools tokens, as in ``(softmax(gate) * x).sum(tokens)``, which is no attention.
+    """Whether the softmax only pools tokens, as in ``(softmax(gate) * x).sum(tokens)``.
 
-    In such a sum, each number has its own weight. In an attention, one weight applies to all columns of a value.
+    Pooling is no attention: each number has its own weight. In an attention, all columns of a value share one weight.
     """
     dim = axis(args_of(softmax)[1], len(shape(softmax)))
 
@@ -232,6 +232,6 @@ def _pools(softmax: fx.Node) -> bool:
 
 
 def _over_one(softmax: fx.Node) -> bool:
-    """Whether the softmax runs over one score, as for a first token without a past. The weight is then always 1."""
+    """Whether the softmax runs over a single score, as for a first token. The weight is then always 1."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

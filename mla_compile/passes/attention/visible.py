@@ -1,4 +1,4 @@
-"""Find out which keys the masks of an attention show, from the operators that make the masks.
+"""Analyse the operators that make an attention's masks, to find out which keys the masks show.
 
 Most masks are comparisons of positions, such as ``t <= past + s``, combined with a mask of padding tokens. The
 comparisons become arguments of the attention operator: a length for each batch entry, causality, or a window. A kernel
@@ -7,15 +7,15 @@ then reads no mask, and no keys past the length. A mask that is neither a compar
 ``p`` is an integer that depends on neither query ``s`` nor key ``t``. There are S queries and T keys:
 
     t <= p                      length p + 1
-    t <= p + s                  length p + 1 if S = 1, causal if p + S = T; otherwise it stays a mask, because a length
-                                greater than T is treated as T, which would move the diagonal
+    t <= p + s                  length p + 1 if S = 1; causal if p + S = T; otherwise a mask, because kernels treat
+                                lengths greater than T as T, which would move the diagonal
     t >  p + s - window         a window, if t <= p + s is causal, or if S = 1 and there is no length
     a condition always met      nothing
     t is in an index list       the list (:mod:`mla_compile.passes.attention.chosen`)
 
 If a mask fills in a finite number instead of minus infinity, a query that sees no key weighs all keys equally. Such a
-mask is replaced only if every query is known to see a key, or if there is an index list and the rewrite reproduces the
-equal weights. An additive mask over the listed keys stays a mask, and may hold any numbers.
+mask is replaced in two cases: every query is known to see a key, or there is an index list and the rewrite reproduces
+the equal weights. An additive mask over the listed keys stays a mask and may hold any numbers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _visible(
 ) -> Visible:
     """Analyse the masks.
 
-    ``lists``: whether a mask may become an index list. ``any_numbers``: whether a part may be an arbitrary additive
-    mask (``lists`` by default). ``whole``: the masks that stay whole, each with the reason.
+    ``lists``: whether a mask may become an index list. ``any_numbers``: whether an arbitrary additive mask is accepted
+    (``lists`` by default). ``whole``: masks that must stay, each with the reason.
     """
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Condition]]] = []
@@ -79,21 +79,21 @@ def _visible(
                 explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
-        # If an unexplained part has no tensor that can be a mask by itself, the whole mask that contains it stays.
+        # If the tensor of an unexplained part cannot be a mask by itself, the whole mask stays.
         if unnamed := [p for p in unexplained if not p.named]:
             return _visible(
                 site, batch, lists=lists, any_numbers=any_numbers, whole={**whole, term: explained.why(unnamed[0])}
             )
         left += [(part.mask(), explained.why(part)) for part in unexplained]
     found = explained.visible(left)
-    # An arbitrary additive mask is accepted only over listed keys, if nothing else decides which keys are seen.
+    # An arbitrary additive mask is accepted only if there is an index list and nothing else hides keys.
     if any(part.added for part in every) and (
         found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
     ):
         return _visible(site, batch, lists=lists, any_numbers=False, whole=whole)
     if any(fill > float("-inf") for fill in fills) and not found.always:
         # Several masks are excluded, because their finite fills could add up to another number. is_causal is excluded,
-        # because some keys get no weight under it.
+        # because it gives some keys no weight.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
             return replace(found, alike=True, fill=fills[0])
         why = "fills in a finite number, and a query may see no key"
@@ -104,7 +104,7 @@ def _visible(
 
 
 class _Explained:
-    """Collects what the parts explained so far say about the visible keys."""
+    """Collects what the explained parts say about the visible keys."""
 
     def __init__(self, site: AttentionSite, batch: Axis, numbers: dict[Size, fx.Node]) -> None:
         self.S, self.T = axis_size(site.queries), axis_size(site.keys)
@@ -127,7 +127,7 @@ class _Explained:
         return parts
 
     def choose(self, part: Condition) -> bool:
-        """Take ``part`` of a mask as the index list, if ``part`` is one and no list has been taken yet."""
+        """Use ``part`` as the index list, if ``part`` is an index list and none has been found yet."""
         if self.chosen is not None:
             return False
         found = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
@@ -142,9 +142,9 @@ class _Explained:
         return self.no_list.get(part.node, part.why)
 
     def sees(self, masks: Masks, others: Sequence[Condition]) -> None:
-        """Find out whether every query that sees any key under the conditions ``others`` also sees a chosen key.
+        """Set ``sees_one``: whether every query that sees any key under the conditions ``others`` sees a chosen key.
 
-        This is the case if the same conditions had masked the scores before the largest were chosen.
+        This holds if equal conditions masked the scores that decided the choice.
         """
         assert self.chosen is not None
         self.sees_one = False
@@ -178,15 +178,15 @@ class _Explained:
         return bound.steps.get(self.queries, 0), bound.steps.get(self.keys, 0)
 
     def _diagonal(self, bound: Affine) -> bool:
-        """Take a bound of the form ``t <= p + s`` whose diagonal ends at the last key."""
+        """Record causality and return True if ``bound`` is a diagonal ``t <= p + s`` that ends at the last key."""
         if self._step(bound) != (1, -1) or bound.terms or not same(bound.const + self.S, self.T):
             return False
         self.causal = True
         return True
 
     def _length(self, bound: Affine) -> bool:
-        """Take a bound of the form ``t <= p`` as a length."""
-        # If there is a diagonal, a length would move it.
+        """Record a length and return True if ``bound`` is ``t <= p``."""
+        # If the mask is causal, a length would move the diagonal.
         if self._step(bound) != (0, -1) or self.causal:
             return False
         length = Affine(bound.const + 1, {}, bound.terms)
@@ -197,13 +197,13 @@ class _Explained:
         return True
 
     def _start(self, bound: Affine) -> bool:
-        """Take ``t >= s - c``, or ``t >= c`` for a single query, as a window that ends at the last key a query sees."""
+        """Record a window and return True if ``bound`` is ``t >= s - c``, or ``t >= c`` for a single query."""
         along = (-1, 1) if self.queries else (0, 1)
-        # If there is a length, the operator counts the window back from it, and treats a length greater than T as T.
-        # The window could then differ from the mask's window.
+        # If there is a length, the operator counts the window back from the length. A length greater than T is treated
+        # as T, so the operator's window could differ from the mask's window.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
             return False
-        # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.
+        # `t > T - S + s - window` is equivalent to `t - s + (window - 1 - T + S) >= 0`.
         window = Affine(bound.const, {}, bound.terms) + Affine(self.T) - Affine(self.S - 1)
         if window.terms or not isinstance(window.const, int) or window.const <= 0:
             return False
@@ -211,14 +211,14 @@ class _Explained:
         return True
 
     def _number(self, const: Size) -> int | None:
-        """Return the integer that must be added to a node's size (or to 0) to get ``const``; None if there is none."""
+        """Return the integer by which ``const`` exceeds a known symbolic size or 0; None if there is none."""
         return offset_of(const, self.numbers)[1]
 
 
 def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None, int | None]:
     """Return a node and an integer that add up to ``const``.
 
-    The node is None if ``const`` is a number. Both are None if no node of ``numbers`` fits.
+    If ``const`` is a number, the node is None. If no node of ``numbers`` fits, both results are None.
     """
     if isinstance(const, int):
         return None, const

@@ -47,7 +47,7 @@ _PICKS = (aten.gather, aten.index, aten.index_select)
 """Operators that read rows of a buffer at given positions."""
 
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
-"""Codes that describe the rows but name no cause. An operator further upstream may be the cause."""
+"""Codes that describe the rows but name no cause. The cause may be an operator further upstream."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Search:
     """Defines which projections are up-projections in a search upstream of a source.
 
     Usually, these are the projections that make rows wider. ``own``: the nodes from which the queries are computed. A
-    projection from one of these starts at the hidden state, not at a latent. ``rows``: the latent rows that are already
-    known for this site. Any projection from these rows is an up-projection, even if it does not make them wider.
-    ``proofs``: what can be proved about operators.
+    projection from such a node starts at the hidden state, not at a latent. ``rows``: the site's known latent rows. Any
+    projection from these rows is an up-projection, even if the result is no wider. ``proofs``: what can be proved about
+    operators.
     """
 
     maps: Maps
@@ -74,7 +74,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """Apply :func:`explained` to a source of ``site``; ``rows``: its latent rows, if known (see :class:`Search`)."""
+    """Apply :func:`explained` to a source of ``site``. ``rows``: the site's known latent rows (see :class:`Search`)."""
     return explained(source, Search(maps, of_queries(site, maps), rows, Proofs(site, maps)))
 
 
@@ -108,14 +108,14 @@ def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a linear layer, whose weight may be computed from inputs, makes rows wider than those it reads."""
+    """Whether ``node`` is a linear layer that makes rows wider. Its weight may be computed from inputs."""
     rows = args_of(node)[0]
-    # Only `linear` tells which operand is the weight; in other products either could be.
+    # Only `linear` tells which operand is the weight.
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
 def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
-    """Explain that ``source`` has no linear map because an input acts as the weight of an up-projection."""
+    """Explain that ``source`` has no linear map because an input of the graph is used as an up-projection's weight."""
     operands = [n for n in source.all_input_nodes if is_tensor(n)]
     if not is_contraction(source) or len(operands) != 2:
         return None
@@ -144,9 +144,9 @@ def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:
 def _behind(source: fx.Node, search: Search) -> Stop | None:
     """Return the obstacle between ``source`` and the nearest up-projection upstream.
 
-    If a product without a map is nearer, return why it has no map.
+    If a product without a linear map is nearer, return why this product has none.
     """
-    reader: dict[fx.Node, fx.Node] = {}  # the reader from which each node was reached: the way back to source
+    reader: dict[fx.Node, fx.Node] = {}  # node -> the reader from which the search reached the node
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
         if not is_tensor(node) and not is_tuple(node):
@@ -169,7 +169,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
 
 
 def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]]:
-    """Return the maps of the nearest projected tensors upstream of ``source``, and the products without such a map."""
+    """Return the maps of the nearest projected tensors upstream of ``source``, and products that have no such map."""
     maps, found, products = maps.unbound, list[Piece](), list[fx.Node]()
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
@@ -187,8 +187,8 @@ def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
     """Return the inputs of ``node``. For a residual connection ``x + f(x)``, return only ``x``.
 
-    ``f`` is a feed-forward network or another attention. It also contains projections that widen rows, but their
-    operands are not latents. If an input is known latent rows, both inputs are returned.
+    ``f`` is a feed-forward network or another attention. Its projections may widen rows, but these rows are not
+    latents. If an input is in ``rows``, all inputs are returned.
     """
     inputs = list(node.all_input_nodes)
     through = None if any(n in rows for n in inputs) else shortcut(node)
@@ -209,7 +209,7 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
 
 
 def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
-    """Return the first reason after the up-projection, preferably a reason other than "unsupported_op"."""
+    """Return the first reason downstream of the up-projection, preferably a reason other than "unsupported_op"."""
     maps, said = search.maps, list[Stop]()
     path = [expansion]
     while path[-1] is not source:
@@ -217,7 +217,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
     writes = _arithmetic_writes(path, maps)
     for node in path[1:]:
         if (stop := maps.reasons.get(node)) is not None:
-            # The cause may lie off the path, as in the other term of a sum. Then, `node` is no cache of these rows.
+            # If the cause is not on the path, but in the other term of a sum, `node` is no cache of these rows.
             of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
             said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
@@ -226,7 +226,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
 
 
 def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Stop]:
-    """Return the reason for each operator of ``path`` that belongs to a write such as ``input * (1 - m) + new * m``."""
+    """Map each operator of ``path`` in a write such as ``input * (1 - m) + new * m`` to the reason."""
 
     def is_kept(node: fx.Node) -> bool:
         held = _is_input(node) and is_tensor(node) and not maps.is_weight(node)
@@ -242,7 +242,7 @@ def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Sto
 
 
 def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | None:
-    """Return the reason if ``node`` joins the result of an up-projection to an input, or writes it into an input."""
+    """Return the reason if ``node`` joins expanded rows to an input or writes them into an input; None otherwise."""
     how = decode(node)
     if isinstance(how, (Join, Write, WriteRows)) and how.dim not in search.proofs.tokens.get(node, ()):
         return None
@@ -268,7 +268,7 @@ def _of_inputs(node: fx.Node) -> bool:
 
 
 def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
-    """Return the buffer of which ``node`` is a part, looking through writes, and whether the part was selected."""
+    """Return the buffer of which ``node`` is a part, and whether the part was selected. Writes are looked through."""
     how = decode(node)
     if isinstance(how, (Slice, Select)):
         return _whole(how.x, selected=selected or isinstance(how, Select))
@@ -291,7 +291,7 @@ def _joined(node: fx.Node, search: Search) -> Stop | None:
     how = decode(node)
     if not isinstance(how, (Join, Stack)) or (isinstance(how, Join) and how.dim == len(shape(node)) - 1):
         return None
-    maps = search.maps.unbound  # without chosen sources, because this join may have made its parts sources
+    maps = search.maps.unbound  # without chosen sources, because the parts of this join may have been chosen
     made = any(p.weight is not None for n in how.parts if not maps.is_weight(n) for p in maps.map(n).pieces)
     role = search.proofs.role(node, how.dim) if made else None
     if role is None:
@@ -303,7 +303,7 @@ def _joined(node: fx.Node, search: Search) -> Stop | None:
 
 
 def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:
-    """Explain why ``nodes``, the keys or values of ``site``, stay; None if they are made from a latent."""
+    """Explain why ``nodes``, the keys or values of ``site``, stay; None if a latent makes these nodes."""
     pieces = pieces_of([maps.map(node) for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, of_queries(site, maps))[0])
     if any(p.projected for p in pieces_of([at_rows.map(node) for node in nodes])):
@@ -318,8 +318,8 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
     """Whether ``nodes`` are computed without any weight of this graph.
 
-    If all nodes come from before a graph break, only products with weights are considered, because a rotation table is
-    a weight but makes no keys.
+    If all nodes come from before a graph break, only weights in products are considered. A rotation table, for example,
+    is a weight but makes no keys.
     """
     reached = [list(chain([node], ancestors(node))) for node in nodes]
     if all(any(HANDED_OVER in a.meta for a in one) for one in reached):
@@ -328,7 +328,7 @@ def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
 
 
 def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node], proofs: Proofs) -> Stop:
-    """Explain K and V that are made only from inputs. The reason names a graph break only if Dynamo broke the graph."""
+    """Explain K and V that are made only from inputs, perhaps from inputs that come from before a graph break."""
     reached = dict.fromkeys(a for one in made for a in chain([one], ancestors(one)))
     if any(HANDED_OVER in a.meta for a in reached):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")

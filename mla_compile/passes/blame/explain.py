@@ -1,8 +1,7 @@
 """Explain why an attention that looks like MLA cannot be absorbed, by finding the operator to blame.
 
-The walk back from K or V ended at some node. If there is an up-projection upstream of that node, the attention is MLA
-with an obstacle, and the node where the walk ended is the explanation. Otherwise, the attention is plain MHA, GQA or
-MQA.
+The walk back from K or V ended at some node. If there is an up-projection upstream of that node, the attention is MLA,
+and the node is the obstacle. Otherwise, the attention is plain MHA, GQA or MQA.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 
     1. Rows that are merely too wide (``wide``).
     2. Weights or views that mix tokens. No walk ends at these, so no operator is to blame.
-    3. An operator upstream of K or V, on a side that cannot be absorbed by itself either.
+    3. An operator upstream of K or V, on a side that cannot be absorbed alone.
     4. ``failed``.
     """
     if failed.code not in SYMPTOMS:
@@ -55,7 +54,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     pieces = pieces_of([maps.map(node) for nodes in operands for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, any_width=True)[0])
     at_cuts = _plans(site, at_rows)
-    # If all obligations hold once any width is allowed, the width alone is the reason.
+    # If all obligations hold for rows of any width, the width is the only reason.
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]
@@ -65,20 +64,20 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     unmade = failed
     if failed.code == "not_mla" and not rows:
         rows, unmade = _made_of(failed, [node for nodes in operands for node in nodes], own, Proofs(site, maps))
-    # Without a weight between rows and attention, there is no up-projection whose tokens could be mixed.
+    # If no weight lies between rows and attention, no up-projection can mix tokens.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # The second search also ends its walks at the chosen rows. Otherwise, two projections may form one map, which skips
-    # the rows between them.
+    # The first search may merge two projections into one map and so miss the rows between the projections. The second
+    # search ends its walks at these rows.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         for source in ends_of(chain(*(sides[k] for k in illegal or (0, 1))), site.lead, one):
             found = explained(source, search)
             # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                # If the attention cannot be rewritten anyway, the reason is its own problem, not how K and V are made.
+                # If the attention itself has a problem, this problem is the reason, however K and V are made.
                 return site.problem or found
     if too_wide is not None:
         return too_wide
@@ -99,12 +98,12 @@ def _made_of(
 ) -> tuple[list[fx.Node], Stop]:
     """Return the narrower rows from which weights make ``ends`` or tensors upstream of ``ends``, or why there are none.
 
-    The rows are compared with K and V together, because a latent may be wider than either alone. ``own``: the nodes
-    from which the queries are made.
+    The rows are compared with K and V together, because a latent may be wider than K alone. ``own``: the nodes from
+    which the queries are made.
     """
     behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
     product = next((node for found in products for node in found if node not in own), None)
-    # If all heads share the rows, a product without a map makes the rows instead of expanding them for the heads.
+    # If all heads share K and V, a product without a map does not expand rows for the heads.
     if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
         stop = proofs.shown(unexplained(proofs.maps, product))
         mixed = [p.source in own for n in product.all_input_nodes for p in made_behind(n, proofs.maps)[0]]
@@ -112,7 +111,7 @@ def _made_of(
             return [], stop
         return [], Stop(failed.node, "not_mla", f"K and V are projected from {_HIDDEN}")
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
-    # Rows are identified by operator and arguments: a head's rows may be selected both for its keys and its values.
+    # Rows are identified by operator and arguments, because keys and values may each select the same rows.
     rows = {(c.node.target, each((c.node.args, c.node.kwargs), constant_of)): c.bytes for c in cuts.values()}
     expanded = {c.node: c.bytes for p in cuts if (c := cut(p, proper=False)) is not None}
     if sum(rows.values()) < sum(expanded.values()):
@@ -130,7 +129,7 @@ def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
 
 
 def _stays_by_head(plan: AbsorbPlan) -> bool:
-    """Whether groups of heads have their own weights and rows, but one side is made of these rows without a weight."""
+    """Whether groups of heads have their own weights and rows, but keys or values are these rows without a weight."""
     groups = groups_of(plan.terms, plan.batch)
     return any(
         not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)
@@ -139,24 +138,24 @@ def _stays_by_head(plan: AbsorbPlan) -> bool:
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:
-    """Whether ``plan`` is a plan, not a reason, and all its rows are shared by all heads."""
+    """Whether ``plan`` is a plan (not a reason) in which all heads share all rows."""
     return not isinstance(plan, Stop) and not any(rows.heads for rows in plan.rows)
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
-    """Whether the plan failed because weights or views mix tokens or treat them differently. No walk ends at these."""
+    """Whether the plan failed because weights or views mix tokens or depend on positions. No walk ends there."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
-    """Whether several query heads read the same keys and values, and no head has its own, as in MQA."""
+    """Whether several query heads read the same keys and values, and no head has other keys or values, as in MQA."""
     operands = (*(p.k for p in site.products), site.v)
     own = [a for a in site.lead if not all(repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
 
 
 def _more_axes(product: Product) -> bool:
-    """Whether the queries have an axis, other than their tokens, that the keys lack."""
+    """Whether the queries have an axis that the keys lack, in addition to the axis of query tokens."""
     read = {a for axis in product.k.axes for a in axis}
     own = [axis for axis in product.q.axes if not set(axis) & read]
     return any(own) and (len(own) - sum(not axis for axis in product.k.axes) > 1 or _stretched(product))

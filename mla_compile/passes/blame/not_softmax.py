@@ -1,9 +1,9 @@
 """Report attentions over a latent that are not absorbed, because no softmax weighs their values.
 
-A product, an elementwise function of the scores (a sigmoid, a squared ReLU) and a second product also occur where there
-is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, and in layers
-with a running state. So an attention is reported only if it would be absorbed with a softmax in place of the function:
-it has several heads, and a weight makes keys or values from one narrower row per token, or such keys are cached.
+Two products with an elementwise function between them (a sigmoid, a squared ReLU) are not always an attention. Graph
+networks, layers with a running state, and networks whose weights are computed from inputs contain this pattern, too.
+So the pattern is reported only if it would be absorbed with a softmax in place of the function. It must have several
+heads, and a weight must make keys or values from one narrower row per token, unless such keys are cached.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEGAL = (Code.ABSORBED, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE)
 
 
 def not_softmax(verdicts: Sequence[Verdict], functions: Sequence[fx.Node]) -> list[tuple[fx.Node, Stop]]:
-    """Return the value product of each attention to a latent, with a reason that names the function of its scores.
+    """Return the value product of each attention to a latent, with a reason that names the function of the scores.
 
-    ``verdicts`` are the verdicts that would hold if each of ``functions`` were a softmax.
+    ``verdicts`` would hold if each of ``functions`` were a softmax.
     """
     why = "keys are weighed by {} of their scores, and no softmax follows"
     return [

@@ -1,11 +1,11 @@
-"""Rewrite caches that grow by ``cat``: each call writes its new rows after the old rows, instead of copying both.
+"""Rewrite caches that grow by ``cat``: each call writes new rows after the old rows, without copying the old rows.
 
 Before: ``joined = cat([past, new], dim)``, which the caller keeps and passes as the ``past`` of the next call.
-After: ``joined = slice_scatter(past, new, dim, T, T + S)``, where ``past`` has room for the new rows and is written in
-place.
+After: ``joined = slice_scatter(past, new, dim, T, T + S)``. Here, ``past`` has spare capacity for the new rows and is
+written in place.
 
-The caller of the program allocates the room (:mod:`mla_compile.runtime.appending`). In memory, rows lie token by token,
-so no shape and no stride in the graph depends on the size of the room.
+The caller of the program allocates the capacity (:mod:`mla_compile.runtime.appending`). Rows lie in memory token by
+token, so no shape and no stride in the graph depends on the capacity.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    """Return strides for ``sizes`` with axis ``dim`` outermost. They are dense if all axes before it have length 1."""
-    # The stride of an axis of length 1 has no effect, but guards compare it. So it is the stride of `cat`'s result.
+    """Return strides for ``sizes`` with axis ``dim`` outermost, or dense strides if all earlier axes have length 1."""
+    # The stride of an axis of length 1 has no effect, but guards compare it with the stride in `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
     strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}
@@ -43,12 +43,11 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
 
 
 def append_in_place(program: Program, *, rewrite: bool = True, shared: Collection[fx.Node] = ()) -> int:
-    """Add the caches of a program to ``program.appends``, and return their number.
+    """Add the caches of a program to ``program.appends``, and return how many entries ``program.appends`` has.
 
-    A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False or ranks share it
-    (``shared``). All other caches, such as those that begin in this program or grow by any number of rows, are returned
-    as before. The program's caller moves these to memory with room at once. If the caller did so later, the changed
-    strides would make a later graph compile twice.
+    A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False or the cache is in
+    ``shared``, that is, shared by ranks. All other caches are returned as before. The caller moves such a cache to
+    memory with spare capacity at once, because changing the strides later would make a graph compile twice.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -90,14 +89,14 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 
 def _places(program: Program) -> list[int]:
-    """Return the original place of each value that the program still returns. Values written in place are left out."""
+    """Return the original place of each value that the program still returns instead of writing it in place."""
     gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
 
 
 def _count(how: Join) -> int:
-    """Return how many rows are appended to old rows; 0 if the number is symbolic, or if there are no old rows."""
+    """Return the number of rows appended to old rows; 0 if the number is symbolic or there are no old rows."""
     return _known(shape(how.parts[-1])[how.dim]) if len(how.parts) == 2 else 0
 
 
@@ -146,7 +145,7 @@ def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
 
 
 def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
-    """Yield pairs (place, value) for the values that an operator computes and that are returned exactly once."""
+    """Yield pairs (place, value) for computed values that are returned exactly once."""
     returned = program.outputs
     for at, node in enumerate(returned[len(program.mutations) :]):
         made = isinstance(node, fx.Node) and node.op == "call_function"
@@ -155,14 +154,14 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """Return the inputs that may get room.
+    """Return the inputs that may be passed with spare capacity.
 
     Such an input has one reader and no other role, and other inputs hold all its symbolic sizes.
     """
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
         return set()  # a higher-order operator keeps the strides with which it was traced
     inputs = program.placeholders
-    # A symbolic size that no other input holds would have to be read from the rows, which are longer with room.
+    # A symbolic size that no other input holds would be read from the rows, but rows with spare capacity are longer.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
     special = {
@@ -184,7 +183,7 @@ def _fitting(program: Program) -> set[fx.Node]:
 
 
 def _grows(how: Join, fit: set[fx.Node]) -> bool:
-    """Whether new rows are appended to an input that may be passed with room."""
+    """Whether new rows are appended to an input that may be passed with spare capacity."""
     if len(how.parts) != 2:
         return False
     past, new = how.parts
@@ -199,7 +198,7 @@ def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
 
 
 def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> None:
-    """Turn the ``cat`` node ``joined`` into a write. The node stays the same, so plans that use it stay valid."""
+    """Turn the ``cat`` node ``joined`` into a write. The node object is kept, so plans that refer to it stay valid."""
     (past, new), dim = how.parts, how.dim
     rows = val(joined).shape
     with fake_mode or contextlib.nullcontext():

@@ -14,9 +14,9 @@ If each rank has its own heads, all queries are gathered first, and each result 
     out, lse = merge(parts)
 
 The second form is also correct if all ranks compute the same heads. ``merge`` is :mod:`mla_compile.kernels.merge`,
-written as operators. If a rank has no key that a query sees, the rank's ``lse`` is minus infinity, and the rank's
-result gets no weight. If ``out`` is in half precision, ``lse`` stays float32 and takes two columns. All tensors that
-are sent are dense, because collectives ignore strides.
+written as operators. If a query sees no key of a rank, the rank's ``lse`` is minus infinity, and the rank's result gets
+no weight. If ``out`` is in half precision, ``lse`` stays float32 and takes two columns. All tensors that are sent are
+dense, because collectives ignore strides.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Exchange:
         """Replace ``node``, an attention over all rows, by the merged results of all ranks.
 
         ``own``: the attention of all :meth:`queries` over this rank's rows. Both attentions return
-        ``(out [B,S,H,L], lse [B,S,H])``; in ``own``, H counts the heads of the gathered queries.
+        ``(out [B,S,H,L], lse [B,S,H])``. In ``own``, H is the number of gathered heads.
         """
         merged = self._merged(*(self.call(operator.getitem, own, k) for k in (0, 1)))
         for user in list(node.users):
@@ -70,7 +70,7 @@ class Exchange:
         node.graph.erase_node(node)
 
     def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
-        """Pack ``out`` and ``lse`` into [B,S,H,L+n], where the bits of ``lse`` become n values of ``out``'s dtype."""
+        """Pack ``out`` and ``lse`` into [B,S,H,L+n]. The bits of ``lse`` become n values of ``out``'s dtype."""
         last = self.call(aten.unsqueeze.default, lse, -1)
         if val(out).dtype != val(lse).dtype:
             last = self.call(aten.view.dtype, last, val(out).dtype)

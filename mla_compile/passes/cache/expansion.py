@@ -1,4 +1,4 @@
-"""Makes K or V of a cache from its rows according to a recipe, either with tensors or as nodes of a graph."""
+"""Computes cached K or V from rows by a recipe, either on tensors or as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call: TypeAlias = Callable[..., X]
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """Make K from its rows. ``call`` decides whether K is computed from tensors or added to a graph."""
-    # `rows` may end with tensors that this recipe does not read. They belong to another K or V.
+    # `rows` may end with tensors of another K or V, which this recipe does not read.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]

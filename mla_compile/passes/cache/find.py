@@ -17,10 +17,10 @@ A buffer of full length is treated in the same way, with a write instead of the 
 This is also correct at positions that have not been written yet, because rows of zeros make zeros: a bias becomes the
 weight of an additional column of the rows, which is 1 only at written positions.
 
-K and V of the attention are then expanded from rows, and other passes absorb the expansion. This is legal if the
-contents of the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Past tensors that
-carry their recipe prove this. For the inputs in ``assume``, it is assumed: the program gets a new signature, and its
-callers may pass only its own outputs as the past, or a cache that was converted for the program.
+K and V of the attention are then expanded from rows, and other passes absorb the expansion. This is legal if old and
+new rows have the same recipe (:mod:`mla_compile.passes.cache.recipe`). A past tensor that carries its recipe proves
+this. For the inputs in ``assume``, the caller is responsible: the past must be an output of the rewritten program, or a
+cache that was converted for this program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
 class Past:
     """An input that holds K or V: its recipe, the weights with which it was made, and its rows.
 
-    ``rows`` holds one key for each tensor of rows. Inputs that have a key in common share this tensor.
+    ``rows`` holds one key for each tensor of rows. Inputs with a common key share the tensor.
     """
 
     recipe: Recipe
@@ -68,10 +68,9 @@ class Past:
 class CacheOfRows:
     """One K or V of a cache that can be kept as rows: the tensor, its parts in order of time, and its recipe.
 
-    ``sides``: output of each attention that reads the tensor -> the sides (keys, values) as which it is read.
+    ``sides``: output of each attention that reads the tensor -> whether the tensor is read as keys, values or both.
     ``write``: the write of the new part into a buffer of full length, if the new part is not joined to the past.
-    ``emptied``: the input that the tensor overwrites, if the write starts from zeros and so keeps none of the input's
-    contents.
+    ``emptied``: the input that the tensor overwrites, if the write starts from zeros and keeps no old contents.
     """
 
     node: fx.Node
@@ -170,12 +169,12 @@ class _Search:
             written = self._written(node, operand, site)
             if written is not None and written[0].node in self.returned:
                 return {written[0].node: written[1]}
-            # A write that is not returned is not a cache. Upstream of it, only another write can be a cache.
+            # A write that is not returned is no cache. Upstream of such a write, only another write can be a cache.
             if computed := computed or written is not None:
                 continue
             grows = self._grows(node)
-            # A past that carries its recipe does not have to be returned. An assumed past must be returned, because it
-            # is assumed to hold what this graph returned.
+            # An assumed past must be returned, because it is assumed to hold an output of this graph. A past that
+            # carries its recipe does not have to be returned.
             known = node in self.pasts or (
                 grows and all(p in self.pasts for p in _parts_of(node, Join) if p.op == "placeholder")
             )
@@ -196,7 +195,7 @@ class _Search:
     def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
         """Return, for each source of ``node``, the nodes on the way from the source to ``node``.
 
-        If a source picks tokens of a tensor, the ways to this tensor are included.
+        If a source picks tokens of a tensor, the nodes on the way to this tensor are included.
         """
         ways: list[dict[fx.Node, None]] = []
         for piece in self.maps.map(node).pieces:
@@ -207,9 +206,9 @@ class _Search:
         return ways
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
-        """Return the write of new tokens into a buffer that makes ``node``, and the token axis of the buffer.
+        """Return the write of new tokens into the buffer ``node``, and the token axis; None if there is no such write.
 
-        ``node`` may be the whole buffer or a part of it. None if there is no such write.
+        ``node`` may also be a part of the buffer.
         """
         whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
         if write is None and node in self.returned and isinstance(decode(node), Slice):  # a moving window
@@ -249,7 +248,7 @@ class _Search:
 
     @cached_property
     def _apart(self) -> dict[Selected, CacheWrite]:
-        """A map from parts to their writes, for returned tensors whose parts are written one by one."""
+        """A map from parts to writes, for returned tensors that are written part by part."""
         writes = [write for node in self.returned if (write := self._write(node)) is not None]
         return {Selected(part): write for write in writes for part in write.apart.nodes}
 
@@ -258,7 +257,7 @@ class _Search:
         return None if write is None or any(map(self._is_past, write.parts)) else write
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
-        """Return the axis of ``node`` along which the attention's keys run; None if a size of 1 hides it."""
+        """Return the axis of ``node`` along which the attention's keys run; None if a size of 1 hides the axis."""
         where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
         if where is None:
             return None
@@ -283,15 +282,15 @@ class _Search:
         sides: Mapping[fx.Node, Mapping[fx.Node, frozenset[Side]]],
         sites: Iterable[AttentionSite],
     ) -> list[CacheOfRows] | None:
-        """Return how ``tensors``, whose rows are chosen together, are kept as rows; None if one cannot be kept."""
+        """Return how ``tensors`` are kept as rows that are chosen together; None if one tensor cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         if any(not self._read_parts(sites).issuperset(write.apart.nodes) for write in writes.values()):
             return None
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        # Only gates (rows times one factor each) are added as virtual sources, so that a factor comes before the
-        # weight. Slices stay as they are.
+        # Only gates (rows times one factor each) become virtual sources, so that the factor is applied before the
+        # weight.
         gates = with_slices_of([new], self.maps).virtual.gates if new else {}
         maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
         cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
@@ -312,7 +311,7 @@ class _Search:
         return kept
 
     def _read_parts(self, sites: Iterable[AttentionSite]) -> set[fx.Node]:
-        """Return the nodes on the paths to keys and values. A selection is replaced by the part that it selects."""
+        """Return the nodes on the paths to keys and values. Each selection is replaced by the selected part."""
         operands = (operand.node for site in sites for operand in (site.v, *(p.k for p in site.products)))
         ways = (p.path for node in operands for p in self.maps.map(node).pieces)
         return {place_of(v.node, shown=True).node for way in ways for v in way}
@@ -367,7 +366,7 @@ class _Search:
     def _made(
         self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, write: CacheWrite | None
     ) -> FullRecipe | None:
-        """Return the recipe of the new tokens ``parts``: one tensor, or several that ``write`` stacks; None if none."""
+        """Return the recipe of the new tokens ``parts``, which ``write`` stacks; None if there is no recipe."""
         own = tokens if write is None else write.inner(tokens)
         made = [make_recipe(p, maps[p], own, packs=self.packs) for p in parts]
         known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
@@ -381,7 +380,7 @@ class _Search:
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer to which ``write`` writes can become a buffer of rows."""
-    # Rows have no head axis along which to write. Packed rows have no place for a mark and cannot be multiplied.
+    # Rows have no head axis along which to write. Packed rows have no place for a mark and allow no arithmetic.
     plain = not any(recipe.packed) or not (any(recipe.marked) or computes(write.made))
     return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
@@ -394,7 +393,8 @@ def _parts_of(node: fx.Node, kind: type[Join] | type[Stack]) -> list[fx.Node]:
 def _likely_token_axis(node: fx.Node) -> int:
     """Guess the token axis of a cache of one token.
 
-    This is axis -2, as in [B,H,T,F], if its size is 1 or no axis has size 1. Otherwise, it is the last axis of size 1.
+    If axis -2 has size 1, as in [B,H,T,F], or no axis has size 1, the guess is axis -2. Otherwise, it is the last axis
+    of size 1.
     """
     ones = [k for k, s in enumerate(shape(node)) if s == 1]
     rank = len(shape(node))
@@ -402,9 +402,9 @@ def _likely_token_axis(node: fx.Node) -> int:
 
 
 def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
-    """Whether the rows hold fewer values per token than the tensors that they make.
+    """Whether the rows hold fewer values per token than the tensors that they replace.
 
-    If they replace only keys or only values (``alone``), they must hold fewer than half as many.
+    If the rows replace only keys or only values (``alone``), they must hold less than half as many values.
     """
     # Rows are counted once for each node, because K and V may be made from the same rows.
     rows: dict[Hashable, int] = {}
@@ -412,7 +412,7 @@ def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index in range(len(k.recipe.widths)):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = k.recipe.row_values(index)
-    # Every head multiplies whole rows. If rows replace only one side, saving a few values does not pay for these
-    # products. If all tensors are inputs that carry rows, the rows are kept in any case.
+    # Every head multiplies whole rows. If rows replace only one side, these products cost more than a few values save.
+    # If all tensors are inputs that carry rows, the rows are kept in any case.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

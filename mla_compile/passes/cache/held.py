@@ -19,13 +19,13 @@ class HeldValues(NamedTuple):
 
 
 def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues | None:
-    """Return the values per token of an attention's cache; None if the graph does not show a cache for all its rows.
+    """Return the values per token of an attention's cache; None if the graph shows no cache for some rows.
 
     ``plans``: the plan of the attention, or the plans of its groups of heads.
 
-    Most models cache rows themselves, so both numbers are equal. If the cache held K and V of each head, ``cache``
+    Most models cache rows themselves, so both numbers are equal. If the model cached K and V of each head, ``cache``
     tells which inputs are rows now, and how many values per token the replaced tensors had. If K and V stay in
-    the cache in addition to rows, the number after the rewrite includes both.
+    the cache, the number after the rewrite includes rows, K and V.
     """
     every = {rows.node: rows for plan in plans for rows in plan.rows}
     pasts = [pasts_of(node) for node in every]

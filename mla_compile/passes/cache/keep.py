@@ -25,8 +25,8 @@ class KeptRows(NamedTuple):
     """The result of :func:`keep_rows`.
 
     ``sides``: name of each attention whose cache was rewritten -> the sides that now read rows. ``torn``: the
-    attentions whose rewrite is invalid; if there are any, the program must be discarded. ``plain``: whether K and V are
-    still cached and read, in addition to the rows.
+    attentions whose rewrite is invalid. If there are any, the program must be discarded. ``plain``: whether K and V are
+    cached in addition to the rows.
     """
 
     sides: dict[str, frozenset[Side]]
@@ -34,7 +34,7 @@ class KeptRows(NamedTuple):
     plain: bool
 
     def expanded(self, verdicts: Iterable[Verdict]) -> set[str]:
-        """Return the attentions that expand rows in each call, because ``verdicts`` do not absorb them.
+        """Return the attentions that expand rows in each call, because ``verdicts`` do not absorb these attentions.
 
         The result is empty if ``plain``.
         """
@@ -43,7 +43,7 @@ class KeptRows(NamedTuple):
 
 
 def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
-    """Whether an attention reads its rows directly, and so does not expand them in every call."""
+    """Whether an attention reads its rows directly, instead of expanding the rows in every call."""
     plan, sides = verdict.plan if verdict.absorb else None, rows.get(verdict.site.node.name)
     if sides is None or plan is None:
         return False
@@ -64,8 +64,8 @@ def keep_rows(
 ) -> KeptRows:
     """Rewrite the caches of all attentions of a canonical program, except the ``refused`` attentions.
 
-    ``maps``: the linear maps without slices of rows, because whole buffers become rows.
-    ``analysed``: analyses the graph again, after the rewrite.
+    ``maps``: linear maps whose sources are whole tensors, not slices, because whole buffers become rows.
+    ``analysed``: a function that analyses the rewritten graph.
     ``assume``: whether inputs that may hold a cache are assumed to hold what the program returned.
     ``packs``: whether rows are kept in float8.
     """
@@ -87,11 +87,11 @@ def keep_rows(
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
     caches = find_caches(graph, sites, maps, pasts, returned, assumed, overwritten, packs=packs)
-    # An input that the program writes to stays K if an attention reads its old value.
+    # If an attention reads the old value of an input that is overwritten, the input stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
-        # ``cache.inputs`` follows the order of the signature, not the order in which attentions were found.
+        # ``cache.inputs`` follows the order of the signature, not the order of the attentions.
         names = [node.name for node in program.placeholders]
         made = _projections(caches, maps)
         twins = [name for name in new if BESIDE in named[name].meta] if program.capture.plain else []
@@ -112,7 +112,7 @@ def keep_rows(
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
-    """Return the products that make cached values from new rows, each with the node of its rows."""
+    """Map each product that makes cached values from new rows to the node of these rows."""
     found: dict[fx.Node, fx.Node] = {}
     for cache in caches:
         rows = [[one.node for one in part] for part in cache.parts if not isinstance(part, fx.Node)]
@@ -135,7 +135,7 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
 
 
 def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callable[[], Maps]) -> None:
-    """Narrow products that made both K and V, so that they make only what is still read.
+    """Narrow products that made both K and V to the columns that are still read.
 
     K or V is now computed from rows instead.
     """
@@ -155,8 +155,8 @@ def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callabl
 def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:
     """Return the attentions whose written buffers cannot become rows.
 
-    In such a buffer, the new value has a different recipe than the old value, or K and V share rows but receive
-    different values for these rows.
+    Either the new value of such a buffer has a different recipe than the old value, or K and V share rows but would
+    write different values to these rows.
     """
     written: dict[str, fx.Node] = {}
     torn: set[str] = set()
@@ -175,7 +175,7 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
 
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:
-    """Return the recipe of each input that carries rows, and its weights as nodes of this graph."""
+    """Return the recipe of each input that carries rows, and the recipe's weights as nodes of this graph."""
     # Weights are matched by identity: two weights with equal values may change independently.
     names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
@@ -198,10 +198,10 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
 
 
 def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
-    """Add a weight that an input's rows carry and that the graph does not read so far; return the name of its node.
+    """Add a weight of an input's recipe that the graph does not read yet, and return the name of the new node.
 
-    This happens if another graph makes K and V once, such as those of an encoder's memory, and every call reads them.
-    Returns None if there are several processes, or if the weight is not a plain tensor.
+    For example, another graph makes K and V from an encoder's memory once, and this graph reads this cache in every
+    call. Returns None if there are several processes, or if the weight is not a plain tensor.
     """
     group = torch.distributed
     alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1
@@ -235,10 +235,10 @@ def _own_inputs(program: Program) -> list[fx.Node]:
 
 
 def _own_buffers(program: Program, *, assume: bool) -> list[str]:
-    """Return the names of the written buffers of which no view is returned.
+    """Return the names of the written buffers, except buffers of which a view is returned.
 
-    These are buffers that the module owns and, if ``assume`` is set, inputs. Buffers of an exported module are left
-    out, because rewriting them would change the state of the program.
+    The module owns these buffers. If ``assume``, inputs are included. Buffers of an exported module are excluded,
+    because rewriting them would change the program's state.
     """
     signature = getattr(program.capture.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)

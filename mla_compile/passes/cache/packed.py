@@ -74,7 +74,7 @@ def scales(rows: X, width: int, call: TensorCall[X]) -> X:
     """Return the scales [..., 1] of packed rows, in float32."""
     at = place_of_scale(width)
     own = call(aten.slice.Tensor, rows, -1, at.start, at.stop)
-    # The scales are copied first. In rows that were cut or transposed, they may not be aligned to four bytes.
+    # The scales are copied first, because in sliced or transposed rows they may not be aligned to four bytes.
     return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
 
 
@@ -84,7 +84,7 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 
 
 def error_of(width: int) -> float:
-    """Return the relative error (2-norm) of packing rows of ``width`` values, measured on about 4,096 normal values."""
+    """Return the relative error (2-norm) of packing rows of ``width`` values, measured on about 4,096 random values."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(1, 4096 // width), width, generator=generator)
     again = unpack(pack(rows, width, at_once), width, torch.float32, at_once)

@@ -1,4 +1,4 @@
-"""Reads the rows of one request from pages as a tensor, and writes new rows to pages, for a call with a prompt.
+"""For a call with a prompt: reads the rows of one request from pages, and writes new rows to pages.
 
 If ranks share pages (:class:`mla_compile.core.sharing.Sharing`), a page holds this rank's rows of a block of tokens.
 """

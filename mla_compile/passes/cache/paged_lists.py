@@ -10,11 +10,11 @@ After: each request chooses among its own ``seq_lens[b]`` rows::
     indices = topk(scores, min(k, n)).indices                          # n: the rows that a request's pages hold
 
 A request with fewer than k rows gets all its rows, followed by positions past its end, which name no key. The rewrite
-is correct if nothing is hidden from the indexer: each ``hidden`` must be proved to be False everywhere. No other
-operator may read the scores or the list, because their sizes no longer show the length of the batch's cache.
+is correct if the model hides no row from the indexer: each ``hidden`` must be proved to be False everywhere. No other
+operator may read the scores or the list, because the rewrite changes their sizes.
 
-If ranks share the pages, each rank chooses k of its own rows, and gathers the choices of all ranks with their scores.
-Among these, every rank finds the same k best rows and keeps only its own. So no row is missing or counted twice.
+If ranks share the pages, each rank chooses k of its own rows, and gathers the choices and scores of all ranks. Among
+these choices, every rank finds the same k best rows, and keeps the rows that it owns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PagedList:
 
 
 def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
-    """Return the choice that is made by ``scores`` among the keys ``rows``, or why it cannot be made over pages."""
+    """Return the choice that ``scores`` decide among the keys ``rows``, or why pages do not allow the choice."""
     query, keys, weights, *_ = args_of(scores)
     if keys is not rows or rows in (query, weights):
         return f"{scores.name} reads the rows {rows.name} as something else than keys"
@@ -97,7 +97,7 @@ def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
 
 
 def _passes_on(node: fx.Node, scores: fx.Node) -> bool:
-    """Whether ``node`` has the values of ``scores``, perhaps in another dtype or shape, and hides none of them."""
+    """Whether ``node`` has the values of ``scores``, perhaps in another dtype or shape, and hides no value."""
     how = decode(node)
     if isinstance(how, Regroup):
         return how.x is scores
@@ -147,7 +147,7 @@ def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]
 
 
 def made_anew(lists: Iterable[PagedList]) -> set[fx.Node]:
-    """Return every node that is no longer needed when the lists are made over pages."""
+    """Return the nodes that are no longer needed once the lists are made over pages."""
     lists = list(lists)
     gone = {node for one in lists for node in one.region}
     kept = {n for one in lists for n in (args_of(one.scores)[0], args_of(one.scores)[2])}
@@ -176,7 +176,7 @@ def choose_over_pages(
     def best(
         q: torch.Tensor, w: torch.Tensor, pool: torch.Tensor, of: torch.Tensor, n: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Past a request's end, the table may hold -1. Scores past the end are hidden, so any page may be read for them.
+        # Past a request's end, the table may hold -1. Any page may be read there, because those scores are hidden.
         keys = pool[of.clamp(min=0).long()].flatten(1, 2)
         scores: torch.Tensor = INDEX.default(q, keys, w, *scale, **one.scores.kwargs)
         for dtype in one.between:

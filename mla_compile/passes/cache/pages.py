@@ -11,19 +11,18 @@ After: the new rows are written into the pool, and the attention looks up the ro
     paged_decode_attention(q, latent_pages, rope_pages, block_table, seq_lens, ...)
 
 In the traced step, all sequences of a batch have the same length. :func:`find_pages` proves that each sequence may have
-a length of its own: no attention hides a cached row, only attentions and indexers read a cache, and nothing reads the
-length of a cache. So no result depends on the common length. The length of a sequence decides only which rows it has.
+its own length, because no result depends on the common length: no attention hides a cached row, only attentions and
+indexers read a cache, and nothing reads the length of a cache.
 
-If C ranks share the pages, the rows of a block of tokens are distributed round robin, so that each rank has 1/C of
-them. A rank writes its own rows and attends to them. The results of all ranks are merged
-(:mod:`mla_compile.passes.cache.exchange`)::
+If C ranks share the pages, rows are distributed round robin, so that each rank has 1/C of the rows. Each rank writes
+and reads only its own rows, and the results of all ranks are merged (:mod:`mla_compile.passes.cache.exchange`)::
 
     own = (len - 1) // C;  page, offset = block_table[b, own // size], own % size
     index_put_(pages, [page, offset], where((len - 1) % C == rank, new, pages[page, offset]))
     paged_decode_attention(q', latent_pages, rope_pages, block_table, own_lens, ...)
 
-The writes are in place, although the rest of the graph is functional: a pool is far too large to be copied, and no
-other node reads the previous contents of these rows.
+The writes are in place, although the rest of the graph is functional, because a pool is far too large to be copied.
+No other node reads the overwritten contents.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ _fresh_names = itertools.count()
 class PagedRows:
     """One cache of a step.
 
-    ``past``: the placeholder. ``joined``: the node of all rows. ``new``: the node of the new rows. ``attentions``: the
-    attentions that read the rows, each with the position of the rows among its arguments: 1 for the latent, 2 for the
-    rotary keys. ``lists``: the choices that indexers make among the rows.
+    ``past``: the placeholder of old rows. ``joined``: the node of all rows. ``new``: the node of the new rows.
+    ``attentions``: each attention that reads the rows, and the position of the rows among its arguments: 1 for the
+    latent, 2 for the rotary keys. ``lists``: the choices that indexers make among the rows.
     """
 
     past: fx.Node
@@ -103,11 +102,11 @@ def read_batch_from(program: Program, tokens: str) -> int:
 
 
 def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:
-    """Return the caches of a decode step that can become pages, in the order of ``caches``, or why they cannot.
+    """Return the caches of a decode step in the order of ``caches``, or why they cannot become pages.
 
-    ``program`` takes one token of each sequence. It has been rewritten, including by :func:`read_batch_from`.
-    ``caches`` names placeholders of rows [B,T,width] or [B,1,T,width]. The program's last outputs are these rows, each
-    followed by the new rows.
+    ``program`` takes one token of each sequence. It was rewritten, and then :func:`read_batch_from` was applied.
+    ``caches`` names placeholders of rows [B,T,width] or [B,1,T,width]. The program's last outputs are these caches,
+    extended by the new rows.
     """
     returned = program.outputs[len(program.outputs) - len(caches) :]
     found: list[PagedRows] = []
@@ -181,9 +180,9 @@ def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -
 
 
 def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
-    """Name a node that reads a cache or its length, which will differ between requests; None if there is none.
+    """Name a node that reads a cache or its length; None if there is none.
 
-    Nodes in ``gone`` are ignored, because the rewrite removes them.
+    Over pages, the lengths of requests differ. Nodes in ``gone`` are ignored, because the rewrite removes them.
     """
     for node, reader in _readers(rows.past):
         if reader is not rows.joined and reader.op != "output" and reader not in gone:
@@ -192,7 +191,7 @@ def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """Return the node that ``node`` copies, looking through copies and views that only add or drop axes of size 1."""
+    """Return the tensor of which ``node`` is a copy, or a view that only adds or drops axes of size 1."""
     while node.op == "call_function":
         how = decode(node)
         if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:
@@ -208,9 +207,9 @@ def _long_axes(node: fx.Node) -> list[Size]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the readers of ``node``, each as a pair of the node that is read and its reader.
+    """Yield a pair for each reader of ``node``: the tensor that is read, and the reader.
 
-    This looks through copies of ``node``, and through views that only add or drop axes of size 1.
+    The tensor is ``node``, a copy of ``node``, or a view that only adds or drops axes of size 1.
     """
     for user in node.users:
         if user.op == "call_function" and user is not node and _same(user) is _same(node):
@@ -235,11 +234,11 @@ def step_over_pages(
     packed: bool,
     sharing: Sharing | None = None,
 ) -> tuple[str, ...]:
-    """Rewrite the step; return the names of its new inputs: the block table, the lengths, then one pool per cache.
+    """Rewrite the step. Return the names of the new inputs: the block table, the lengths, then one pool per cache.
 
     The caches are no longer inputs or outputs. ``pools`` are [P,page,width], as :func:`pool_rows` defines. With
-    ``sharing``, the pools hold only this rank's rows, but the lengths still count all rows. :func:`not_shared` must
-    have found no obstacle to sharing.
+    ``sharing``, the pools hold only this rank's rows, but the lengths still count all rows. In this case,
+    :func:`not_shared` must have returned None.
     """
     graph, fake_mode = program.gm.graph, program.fake_mode
     assert fake_mode is not None
@@ -274,7 +273,7 @@ def step_over_pages(
 
 
 def pool_rows(rows: PagedRows, *, packed: bool) -> tuple[int, torch.dtype]:
-    """Return width and dtype of a pool for ``rows``. If ``packed``, latent rows are bytes: float8 and their scale."""
+    """Return width and dtype of a pool for ``rows``. If ``packed``, the pool of latent rows holds float8 as bytes."""
     if packed and rows.is_latent:
         return packed_width(rows.width), torch.uint8
     return rows.width, rows.dtype
@@ -325,7 +324,7 @@ def _write(rows: PagedRows, pool: fx.Node, where: _Slots, builder: Builder, *, p
     new, slot = builder.call(aten.reshape.default, rows.new, [-1, rows.width]), [where.page, where.offset]
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
-    if where.mine is not None:  # the other ranks write back the value that their page holds at this place
+    if where.mine is not None:  # a rank that does not own the row writes back the old value
         new = builder.call(aten.where.self, where.mine, new, builder.call(aten.index.Tensor, pool, slot))
     builder.call(aten.index_put_.default, pool, slot, new)
 
@@ -365,7 +364,7 @@ def _attend(
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
-    """Return a view of the scales [P,page] of packed rows, which a whole pool aligns to four bytes."""
+    """Return a view of the scales [P,page] of packed rows. In a whole pool, scales are aligned to four bytes."""
     at = place_of_scale(width)
     own = builder.call(aten.slice.Tensor, pool, 2, at.start, at.stop)
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)

@@ -33,7 +33,7 @@ def sides_of(read: Read, tensor: fx.Node) -> frozenset[Side]:
 
 
 def alone(read: Read, side: Side) -> dict[fx.Node, int]:
-    """Return the tensors that are read only as ``side``. The result is empty if nothing is read as the other side."""
+    """Return the tensors that are read only as ``side``; none if the other side reads no cached tensor."""
     (other,) = (read[one] for one in read if one != side)
     apart = {node: tokens for node, tokens in read[side].items() if node not in other}
     return apart if other else {}

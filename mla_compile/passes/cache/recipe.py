@@ -1,9 +1,8 @@
 """Recipes that describe how K or V of a cache is made from narrow rows, independently of any graph.
 
-A linear map belongs to the graph in which it was found. A cache outlives that graph: one graph writes its rows and
-another reads them, perhaps with other sizes. A recipe therefore describes the computation of K from the rows as plain
-data. Two equal recipes over the same weight tensors make the same K from the same rows. This alone proves that the rows
-of one graph may be joined to the rows of another graph.
+A linear map belongs to one graph. A cache outlives the graph that writes its rows: another graph reads the rows,
+perhaps with other sizes. A recipe therefore describes the computation of K from rows as plain data. Two equal recipes
+over the same weight tensors make equal K from equal rows. This proves that the rows of two graphs may be joined.
 
 Rows have the layout ``[batch..., tokens, width]``. The axes before the width are the axes of K that are neither heads
 nor features, in K's order.
@@ -57,7 +56,7 @@ class ColumnBlock:
 
     ``rows``: the index of the rows that the block reads. ``heads``: for each head axis of K, whether the weight has
     this axis. If not, the heads share the weight. The weight is [heads..., columns, width]; factor and bias broadcast
-    to K. ``added``: whether the block is added to the columns of the previous block, instead of following them.
+    to K. ``added``: whether the block is added to the previous block. Otherwise, the block follows the previous block.
     ``padded``: the number of zero columns that follow the block. ``stack``: the block's positions along the stacked
     axes of K.
     """
@@ -79,13 +78,13 @@ class Recipe:
     """The computation of K from its rows.
 
     Attributes:
-        kinds: for each axis of K, "row" if the rows have this axis, or else (heads, columns, stacked axes) its size.
+        kinds: for each axis of K, "row" if the rows have this axis. For heads, columns and stacked axes, the size.
         tokens, columns: the axes of K that count the cached tokens and the features.
         parts: the column blocks. Each block follows the previous one along ``columns`` or is added to it.
         widths: the width, in values, of each tensor of rows.
         packed: whether each tensor of rows is kept in float8 (:mod:`mla_compile.passes.cache.packed`).
-        marked: whether each tensor of rows ends with a mark: a column of ones by which the bias is multiplied, so that
-            rows of zeros make zeros.
+        marked: whether each tensor of rows ends with a mark. A mark is a column of ones by which the bias is
+            multiplied, so that rows of zeros make zeros.
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
         stacked: the axes of K along which tensors with different column blocks are stacked (K and V, or all layers).
@@ -162,7 +161,7 @@ class Recipe:
         return packed_width(self.widths[index]) if self.is_packed(index) else self.row_values(index)
 
     def held_dtype(self, index: int, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor that holds the rows ``index``, which a graph computes in ``dtype``."""
+        """Return the dtype of the tensor that holds the rows ``index``, if a graph computes these rows in ``dtype``."""
         return torch.uint8 if self.is_packed(index) else dtype
 
     def shape(self, rows: Sequence[int]) -> tuple[int, ...]:
@@ -187,7 +186,7 @@ class Ingredient:
 def make_recipe(
     node: fx.Node, lmap: LinearMap, tokens: int, *, packs: bool = False
 ) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
-    """Return the recipe of ``node``, the rows that it reads, and the weights that it reads.
+    """Return the recipe of ``node``, and the rows and the weights that the recipe reads.
 
     Axis ``tokens`` of ``node`` counts tokens. With ``packs``, rows that a weight expands are kept in float8.
     """
@@ -242,7 +241,7 @@ def _without_zeros(lmap: LinearMap) -> tuple[LinearMap, int]:
 
 
 def _columns(lmap: LinearMap, tokens: int) -> int | None:
-    """Return the feature axis: the axis along which segments are joined, or else the last axis that a weight makes."""
+    """Return the feature axis: the axis along which segments are joined, or the last axis that comes from a weight."""
     if lmap.axis is not None:
         return lmap.axis
     found: list[int] = []
@@ -253,10 +252,10 @@ def _columns(lmap: LinearMap, tokens: int) -> int | None:
 
 
 def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
-    """Return the kind of axis ``k`` of K for :attr:`Recipe.kinds`.
+    """Return the kind of axis ``k`` of K for :attr:`Recipe.kinds`; None if only some rows have the axis.
 
-    It is "row" if all rows have the axis or its size is 1, and the size if no rows have it (heads). Otherwise, return
-    None.
+    If all rows have the axis or its size is 1, the kind is "row". If no rows have the axis (heads), the kind is the
+    size.
     """
     if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
         return "row"
@@ -266,7 +265,7 @@ def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"]
 
 
 def _are_columns(piece: Piece, columns: int) -> bool:
-    """Whether the columns of ``piece`` are the columns of its source, perhaps multiplied by factors."""
+    """Whether the columns of ``piece`` are the source's columns, perhaps multiplied by factors."""
     own = piece.source_atoms.issuperset(piece.axes[columns]) and not piece.contracted
     return piece.weight is None or own
 
@@ -307,7 +306,7 @@ def _broadcast(factor: Factor, piece: Piece, leaves: dict[fx.Node, int]) -> Form
 
 
 def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
-    """Return ``factor`` with ``axes``; a weight that a group of heads shares is expanded to each head."""
+    """Return ``factor`` with ``axes``. A weight that several heads share is expanded to each head."""
     atoms = flatten(axes)
     expr = aligned(factor, atoms)
     if set(atoms) != set(factor.atoms):
@@ -316,7 +315,7 @@ def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
 
 
 def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
-    """Turn a weight expression, or a graph node that is one, into a formula over weight tensors."""
+    """Turn a weight expression or a weight node into a formula over weight tensors."""
     if isinstance(value, Expr) and value.node is not None:
         return _formula(value.node, leaves)
     if isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr"):

@@ -1,4 +1,4 @@
-"""Rewrites a graph so that its caches of K and V, found by :mod:`mla_compile.passes.cache.find`, are kept as rows."""
+"""Rewrites a graph to keep rows instead of the caches of K and V that :mod:`mla_compile.passes.cache.find` found."""
 
 from __future__ import annotations
 
@@ -47,14 +47,13 @@ class LatentCache:
 
     Attributes:
         inputs: name of a removed placeholder -> the names of the placeholders that hold its rows.
-        outputs: index in the flat output -> the indices of its rows. The value at the index itself is now None.
+        outputs: index of K or V in the flat output -> the indices of its rows. The value at the old index is now None.
         recipes: name of an input or index of an output (as above) -> its recipe, and the names of the recipe's weights.
         rows: the names of the placeholders of rows, in order.
-        grows: index in the flat output -> the placeholder that is its past.
-        begun: the indices, in the flat output, of the buffers of full length. Later calls may write to these.
+        grows: index in the flat output -> the placeholder of the past.
+        begun: the indices of the buffers of full length in the flat output. Later calls may write to these buffers.
         written: input that was written to in place -> the placeholders of rows that are written to instead.
-        handed_back: place among the returned values -> the input that is returned at this place. The value at the place
-            is now None.
+        handed_back: place among the returned values -> the input to return at this place. The graph returns None there.
     """
 
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class _Rewriter:
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(results_of(self.graph))
-        # In graph order, nodes that K and V share are added where the first of the two needs them.
+        # In graph order, so that nodes shared by K and V are added before the first reader.
         for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             builder = Builder(self._after(cache.node), self.fake_mode)
@@ -140,20 +139,20 @@ class _Rewriter:
         return self.done
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        """Let readers of ``node``, except the output, read ``new``, whose strides may differ."""
+        """Let all readers of ``node`` except the output read ``new``, which may have other strides."""
         readers = [user for user in node.users if user.op != "output"]
         node.replace_all_uses_with(new, lambda user: user.op != "output")
         for reader in readers:
             restride(reader, self.fake_mode)
 
     def _make_once(self) -> None:
-        """Merge equal nodes: K and V read the same rows, and each may have sliced or unpacked them."""
+        """Merge equal nodes, because K and V may both have sliced or unpacked the same rows."""
         for node, first in first_equals(self.graph).items():
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
     def _read_apart(self, cache: CacheOfRows, rows: Sequence[fx.Node], plain: fx.Node | None) -> None:
-        """Let readers of a part that is written by itself, such as a layer, expand only this part."""
+        """Let readers of one layer, or of another part that is written separately, expand only this part."""
         apart = NO_PARTS if cache.write is None else cache.write.apart
         if not apart.nodes:
             return
@@ -172,7 +171,7 @@ class _Rewriter:
             self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
 
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Let nodes that read only some tokens, batch entries or stacked parts of a cache expand only these."""
+        """Let nodes that read only some tokens, batch entries or stacked parts of a cache expand nothing else."""
         own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
@@ -204,7 +203,7 @@ class _Rewriter:
         self.graph.erase_node(node)
 
     def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
-        """Read lengths of K from the rows, so that a reader of a length does not need K."""
+        """Read sizes from the rows instead of from K, so that readers of a size do not need K."""
         for user in list(node.users):
             if packet(user) is aten.sym_size:
                 dim = axis(argument(user, 1, "dim"), len(recipe.kinds))
@@ -230,13 +229,13 @@ class _Rewriter:
         write, made = cache.write, self._made(cache)
         key = (*parts, made)
         if key not in self.joined and write is not None and made is not None:
-            # The rows are made as early as possible: K and V share them, and a layer reads its rows before later layers
-            # make theirs.
+            # The rows are made as early as possible, because K and V share the rows, and because a layer reads its rows
+            # before later layers run.
             builder = Builder(self._after(max(*parts, *nodes_of(made))), self.fake_mode)
             self.joined[key] = make(made, builder, [builder.cast(one, val(parts[0]).dtype) for one in parts])
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
-            # If nothing is joined, returned rows are copied, because they outlive this call and must own their memory.
+            # If nothing is joined, returned rows are copied, because they must own their memory after this call.
             self.joined[key] = (
                 builder.call(aten.cat.default, parts, cache.recipe.token_axis)
                 if len(parts) > 1
@@ -251,7 +250,7 @@ class _Rewriter:
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        # The layout is in the key, because K and V may lay out the same rows differently if several axes have size 1.
+        # The key contains the layout: if several axes have size 1, K and V may lay out the same rows differently.
         key = ingredient.node, ingredient.target, recipe.is_marked(index)
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
@@ -268,7 +267,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Return the rows that replace ``node``: a placeholder for an input, zeros for a buffer that begins empty."""
+        """Return the rows that replace ``node``: a placeholder for an input, or zeros for an empty buffer."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)
@@ -298,8 +297,8 @@ class _Rewriter:
     def _grown(self, node: fx.Node, cache: CacheOfRows, index: int) -> Hashable:
         """Return a key for the rows that replace ``node``.
 
-        The key is the same for tensors that grow by the same rows at the same positions, such as K and V of one
-        attention, because they share their rows.
+        Tensors that grow by the same rows at the same positions share their rows and have equal keys. Examples are K
+        and V of one attention.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
         grown = tuple(None if isinstance(part, fx.Node) else part[index].node for part in cache.parts)

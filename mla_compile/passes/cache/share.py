@@ -1,17 +1,16 @@
-"""Rewrite caches whose rows ranks share: each rank writes only its own new rows, and attends only to its own rows.
+"""Rewrite caches that are shared by ranks: each rank writes only its own new rows, and attends only to its own rows.
 
 Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_attention(q, joined, ...)``.
-After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``. The tensor ``past'`` holds the rows of this
-rank, with room for later rows. :mod:`mla_compile.passes.cache.share_attention` replaces the attention.
+After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``. The tensor ``past'`` holds this rank's rows and
+has spare capacity. :mod:`mla_compile.passes.cache.share_attention` replaces the attention.
 
 A buffer of full length is rewritten in the same way, with positions that are known only at run time::
 
     rows = index_copy(buffer, dim, at, new)
       ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
 
-Rows are distributed round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes to the places that the
-new tokens take on any rank, so that all ranks have the same graph. At places whose token belongs to another rank, a
-rank writes back the old value.
+Rows are distributed round robin (:class:`mla_compile.core.sharing.Sharing`). All ranks have the same graph and write
+equally many rows. In place of another rank's token, a rank writes back an old value or repeats one of its own tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ aten = torch.ops.aten
 def share_rows(program: Program) -> str | None:
     """Rewrite a program to read and write only this rank's share of the rows.
 
-    Return None, or the reason why the program needs all rows; the rows then stay whole. The rewritten caches are listed
-    in ``program.appends``.
+    Return None on success, or the reason why the program needs all rows. The rewritten caches are added to
+    ``program.appends``.
     """
     sharing, graph = program.capture.sharing, program.gm.graph
     assert sharing is not None
@@ -82,7 +81,7 @@ def share_rows(program: Program) -> str | None:
 
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
-    """Return the caches that begin in a program and are worth sharing: all attentions that read them can be split."""
+    """Return the caches that begin in a program and are worth sharing, because all their attentions can be split."""
     if program.cache is not None or program.capture.latents:
         return set()
     before = len(program.mutations)
@@ -112,9 +111,9 @@ def grown_rows(program: Program) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class _JoinedCache:
-    """A cache ``joined`` of ``before`` old rows ``past``, followed by ``count`` rows ``new``; returned at place ``at``.
+    """The cache ``joined``: ``before`` old rows ``past``, then ``count`` rows ``new``. It is returned at place ``at``.
 
-    With :attr:`positions`, the cache is a buffer of ``before`` rows, in which rows ``new`` replace some rows.
+    If ``positions`` is set, the cache is a buffer of ``before`` rows. The rows ``new`` are written at these positions.
     """
 
     joined: fx.Node
@@ -156,7 +155,7 @@ class _JoinedCache:
 
 
 def _number(program: Program, wanted: Size) -> int | fx.Node | None:
-    """Return ``wanted`` if it is a number, else the input that holds this symbolic size; None if no input does."""
+    """Return ``wanted`` if it is a number, or else the input that holds this symbolic size; None if no input does."""
     if isinstance(wanted, int):
         return wanted
     symbolic = (n for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt))
@@ -164,7 +163,7 @@ def _number(program: Program, wanted: Size) -> int | fx.Node | None:
 
 
 def _plain_sizes(graph: fx.Graph, cache: _JoinedCache) -> None:
-    """Compute the number of all rows from inputs wherever the graph reads it from a tensor."""
+    """Compute the total number of rows as ``before + count`` instead of reading it from a tensor's shape."""
     total = shape(cache.joined)[cache.dim]
     if isinstance(cache.before, int):
         return  # no size is symbolic
@@ -177,7 +176,7 @@ def _plain_sizes(graph: fx.Graph, cache: _JoinedCache) -> None:
 
 
 class _RankWriter:
-    """Writes new rows into this rank's rows. Writes at equal positions share the nodes that choose this rank's rows."""
+    """Writes new rows into this rank's rows. Writes at equal positions share nodes."""
 
     def __init__(self, program: Program, sharing: Sharing) -> None:
         self.program = program
@@ -186,7 +185,7 @@ class _RankWriter:
         self._rows: dict[object, tuple[fx.Node, fx.Node, fx.Node | None]] = {}
 
     def write(self, cache: _JoinedCache) -> OwnRows:
-        """Write the new rows of ``cache``; return this rank's rows and the new number of tokens on all ranks."""
+        """Write the new rows of ``cache``. Return this rank's rows and the new total number of tokens."""
         joined, dim = cache.joined, cache.dim
         builder = Builder(joined, self.program.fake_mode)
         call = builder.call
@@ -196,7 +195,7 @@ class _RankWriter:
         with self.program.fake_mode or contextlib.nullcontext():
             if cache.positions is None:
                 cache.past.meta["val"] = past.new_empty_strided(tuple(rows), token_major(rows, dim))
-            else:  # dense, like the result that is written back, so that a compiler copies neither
+            else:  # dense, as the result is, so that a compiler inserts no copy
                 cache.past.meta["val"] = past.new_empty(tuple(rows))
         new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
         if cache.positions is not None:
@@ -215,10 +214,10 @@ class _RankWriter:
         return OwnRows(own, dim, total)
 
     def _place(self, cache: _JoinedCache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
-        """Return the range of rows to write, the total number of tokens, and where to find the token of each row.
+        """Return the first row and the end of the range to write, the total number of tokens, and each row's token.
 
-        The range is given by its first row and its end. The last result is the index of each row's token among the new
-        tokens. If this index is out of range, the row keeps its old value.
+        A row's token is given as an index among the new tokens. If the index is out of range, the row keeps its old
+        value.
         """
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
@@ -237,11 +236,11 @@ class _RankWriter:
         return self._places[key]
 
     def _rows_of(self, cache: _JoinedCache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the rows to write for ``positions``, whether this rank owns each, and the index of the token for each.
+        """Return, for each of ``positions``, the row to write, whether this rank owns the row, and the token to write.
 
-        The last result is None if there is only one token. Another rank's token may have the same row number as one of
-        this rank's tokens, and the order of two writes to one row is undefined. A rank that owns any of the tokens
-        therefore repeats one of its own tokens in place of the tokens that it does not own.
+        The token is an index among the new tokens. For a single token, None is returned instead. Tokens of two ranks
+        may have the same row number, and the order of two writes to one row is undefined. A rank that owns a token
+        therefore writes this token again in place of each token that it does not own.
         """
         by_number = packet(cache.joined) is aten.index_put
         key = positions, cache.before, by_number
@@ -266,7 +265,7 @@ class _RankWriter:
         return self._rows[key]
 
     def _first(self) -> fx.Node:
-        """Return the first node that is not an input. Nodes that are added before this node can be read everywhere."""
+        """Return the first node that is not an input. Nodes inserted before this node can be read everywhere."""
         nodes: Iterable[fx.Node] = self.program.gm.graph.nodes
         return next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 

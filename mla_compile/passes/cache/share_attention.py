@@ -1,4 +1,4 @@
-"""Attention over rows that ranks share: each rank attends to its own rows, and the results are merged.
+"""Attention over rows shared by ranks: each rank attends to its own rows, and the results are merged.
 
 Before: ``out, lse = decode_attention(q, rows, mask, length)``. After, between the collectives of :mod:`exchange
 <mla_compile.passes.cache.exchange>`::
@@ -38,7 +38,7 @@ class OwnRows:
 
 
 def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> list[fx.Node] | str:
-    """Return the attentions that read a cache, or a message that names a reader that needs all rows.
+    """Return the attentions that read a cache, or a message that names a reader of all rows.
 
     ``dims``: the shared caches, each with its token axis.
     """
@@ -152,7 +152,7 @@ class _SharedAttention:
         return self.call(rows.target, self._own(of), *where)
 
     def _own_lengths(self) -> fx.Node:
-        """Return how many of this rank's rows hold tokens, int32 [B]. Rows past the lengths, if any, do not count."""
+        """Return the number of this rank's rows within the sequence lengths, int32 [B]."""
         ahead, ranks = self.sharing.size - 1 - self.sharing.rank, self.sharing.size
         if self.lengths is not None:
             longer = self.call(aten.add.Tensor, self.lengths, ahead)
@@ -162,7 +162,7 @@ class _SharedAttention:
         return self.call(aten.full.default, [B], own, dtype=torch.int32, device=val(self.query).device)
 
     def _mask(self, latent: fx.Node) -> fx.Node | None:
-        """Return the columns of the mask for this rank's tokens, combined with causality and the window."""
+        """Return the mask's columns for this rank's tokens, combined with causality and window."""
         mask, near = self.given_mask, self.causal or self.window > 0
         every = mask is not None and same(shape(mask)[3], 1) and not same(shape(latent)[1], 1)
         if not near and (mask is None or every):
@@ -184,7 +184,10 @@ class _SharedAttention:
         return self.call(aten.masked_fill.Scalar, mask, self.call(aten.logical_not.default, keep), float("-inf"))
 
     def _near(self, place: fx.Node) -> fx.Node:
-        """Return a boolean [B|1,1,S,own rows]: which tokens at ``place`` causality and window let each query see."""
+        """Return a boolean [B|1,1,S,own rows]: whether a query sees a token under causality and window.
+
+        ``place``: the positions of the tokens.
+        """
         S = self.builder.size(self.query, 1)
         at = self.call(aten.unsqueeze.default, self.call(aten.arange.default, S, device=val(place).device), -1)
         if self.lengths is None:

@@ -1,4 +1,4 @@
-"""Makes the recipe of a buffer that stacks K and V (``kv[0]``, ``kv[1]``), or all layers, from those of its parts."""
+"""Combines the recipes of K and V, or of all layers, that are stacked in one buffer (``kv[0]``, ``kv[1]``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a node as an earlier node that was only multiplied, divided, permuted or reshaped."""
+"""Trace a node back through multiplications, divisions, permutations and reshapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.sizes import same_sizes
 
 aten = torch.ops.aten
 Factor: TypeAlias = tuple[object, bool]
-"""A tensor or number, and whether it divides instead of multiplying."""
+"""A tensor or number, and whether to divide by it instead of multiplying."""
 Placed: TypeAlias = tuple[object, bool, Axes]
 """A factor with its axes."""
 
@@ -63,7 +63,7 @@ class Factored:
 
 
 def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_STEPS) -> Factored | None:
-    """Trace ``node`` back to a node for which ``ends`` is true, on a path of at most ``most`` nodes; else return None.
+    """Trace ``node`` back to a node that ``ends`` accepts, over at most ``most`` nodes; return None if that fails.
 
     Conversions between floats are not recorded as steps.
     """
@@ -77,7 +77,7 @@ def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_ST
     if isinstance(how, Reorder):
         found = factored(how.x, ends, most - 1)
         return None if found is None else replace(found, steps=(*found.steps, node))
-    # The only keyword is a rounding mode. With it, the result is not a plain quotient.
+    # The only keyword is a rounding mode. If it is given, the result is not a plain quotient.
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(args_of(node)) != 2:
         return None
     a, b = args_of(node)

@@ -1,4 +1,4 @@
-"""Compute a head's probabilities from its own scores if a loop writes and reads one head after another.
+"""Compute the probabilities of each head from the scores of this head, if a loop handles the heads one by one.
 
 Before::
 
@@ -6,8 +6,8 @@ Before::
     p = softmax(masked_fill(scores / a, m, -inf), -1)
     out_h = p[:, h] @ v_h                       # for each h
 
-After: ``out_h = softmax(masked_fill(q_h @ k_h.mT / a, m, -inf), -1) @ v_h``, in which each head is an attention of its
-own. Nothing changes if ``p`` is read in any other way than by selecting one head.
+After: ``out_h = softmax(masked_fill(q_h @ k_h.mT / a, m, -inf), -1) @ v_h``. Each head is now a separate attention.
+Nothing changes if anything but selections of one head reads ``p``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _outermost_first(node: fx.Node) -> bool:
 
 
 def _stacked(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
-    """Return the tensors that ``node`` stacks along an axis, one per position, and the axis; None for other nodes."""
+    """Return the tensors that ``node`` stacks along an axis, and the axis; None if ``node`` stacks nothing."""
     how = decode(node)
     if isinstance(how, Stack):
         return how.parts, how.dim
@@ -105,7 +105,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 class _Head:
-    """The computation of one head: ``part`` is at position ``at`` of axis ``dim`` of ``stack``."""
+    """The computation of one head. Its scores are ``part``, at position ``at`` along axis ``dim`` of ``stack``."""
 
     def __init__(self, stack: fx.Node, part: fx.Node, dim: int, at: int) -> None:
         self.dim, self.at, self.rank = dim, at, len(shape(stack))

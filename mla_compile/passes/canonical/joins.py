@@ -1,6 +1,6 @@
-"""Concatenate rows along the tokens before they are projected to K and V, instead of K and V afterwards.
+"""Concatenate rows before the projection to K and V, instead of concatenating K and V after the projection.
 
-Before, where the cached latents ``old`` and those of new tokens are projected separately::
+Before, with separate projections of the cached latents ``old`` and the latents ``new`` of new tokens::
 
     k = cat([view(linear(old, w), sizes), view(linear(new, w), sizes)], 1)
 
@@ -8,8 +8,8 @@ After::
 
     k = view(linear(cat([old, new], 1), w), sizes)
 
-This is done if the same operators with the same weights make all parts and treat every token alike. Nothing else may
-read the tensors in between, because they would then be computed twice.
+This requires that equal operators with equal weights make all parts and treat all tokens alike. Nothing else may read
+the tensors in between, because these tensors would be computed twice.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ aten = torch.ops.aten
 class _Joined:
     """Tensors to be concatenated along axis ``dim``.
 
-    If ``how`` is given, the same operator makes all parts. Its operands are joined instead, and it runs once.
-    ``pattern``: the part whose operator then runs. ``operands``: for each operand of the pattern, the corresponding
-    operands of all parts. ``fill``: if the parts are constant tensors, the fill of the longer one that replaces them.
+    If ``how`` is set, equal operators make all parts. The operands are then joined instead, and the operator runs once.
+    ``pattern``: the part whose operator runs. ``operands``: for each operand of the pattern, the corresponding operands
+    of all parts. ``fill``: if the parts are constant tensors, the fill of the joined tensor.
     """
 
     parts: tuple[fx.Node, ...]
@@ -59,7 +59,7 @@ class _Joined:
         return {n for joined in self._all() if joined.how or joined.fill for n in _needed_for(joined.parts)}
 
     def read(self) -> set[fx.Node]:
-        """Return the nodes that are joined as they are."""
+        """Return the nodes that are joined unchanged."""
         return {n for joined in self._all() if not (joined.how or joined.fill) for n in joined.parts}
 
     def _all(self) -> Iterable[_Joined]:
@@ -69,11 +69,11 @@ class _Joined:
 def join_rows(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
     """Move joins of K and V upstream of the projection of their parts; return how many were moved."""
     count = 0
-    # A part may be computed from another join, which has to be moved first.
+    # A joined tensor may be computed from the result of another join. The inner join is moved first, in its own round.
     while found := _movable(graph, weights):
         maker = _Maker(Builder(next(iter(found)), fake_mode))
         for node, joined in found.items():
-            maker.builder = Builder(node, fake_mode)  # nodes made for an earlier join stand before this one
+            maker.builder = Builder(node, fake_mode)  # nodes made for earlier joins precede this node
             node.replace_all_uses_with(same_layout(maker.builder, maker.make(joined), node))
         remove_dead_code(graph)
         count += len(found)
@@ -103,12 +103,12 @@ def _movable(graph: fx.Graph, weights: Collection[fx.Node]) -> dict[fx.Node, _Jo
         if not needed and not of_joins:
             return found
         ends |= needed
-        for node in of_joins:  # they are moved later, after the joins that they read
+        for node in of_joins:  # moved in a later round, after the joins that they read
             del joins[node]
 
 
 def _parts(how: Join, dim: int) -> Iterator[fx.Node]:
-    """Yield the parts of a join along ``dim``; a part that is itself such a join is replaced by its parts."""
+    """Yield the parts of a join along ``dim``. If a part is itself a join along ``dim``, yield its parts instead."""
     for x in how.parts:
         inner = decode(x)
         if isinstance(inner, Join) and inner.dim == dim:
@@ -122,7 +122,7 @@ def _is_alive(node: fx.Node) -> bool:
 
 
 class _Follower:
-    """Follows the parts of joins back to what they are made of.
+    """Follows the parts of joins back to the operands from which they are made.
 
     ``equals``: returns a mapping from each node to the first node that computes the same value. ``ends``: nodes that
     are not followed further, because something else reads them.
@@ -137,7 +137,7 @@ class _Follower:
     def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
         """Follow ``parts`` to the operands of a projection.
 
-        ``rows``: whether ``parts`` are already such operands. If so, they are followed as far as possible.
+        ``rows``: whether ``parts`` already lie upstream of the projection. If so, they are followed as far as possible.
         """
         key = (parts, dim, rows)
         if key not in self._known:
@@ -197,9 +197,9 @@ class _Follower:
 
 
 def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
-    """Return the fill that all ``parts`` share; None if there is none.
+    """Return the fill that all ``parts`` share; None if a part is not a constant tensor or the fills differ.
 
-    Each part is a constant tensor, or a slice of one, such as the unused rows of a buffer for K.
+    A slice of a constant tensor, such as the unused rows of a buffer for K, is also constant.
     """
     first, *others = (decode(behind(x, (Slice, Select))[-1]) for x in parts)
     if not isinstance(first, Fill) or isinstance(first.value, fx.Node) or any(one != first for one in others):
@@ -213,7 +213,7 @@ def _needed_for(parts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _arguments(part: fx.Node, pattern: fx.Node, dim: int, how: Blind) -> list[object] | None:
-    """Return the operands of ``part`` and all else that must match ``pattern``; None if the operators differ."""
+    """Return the arguments of ``part`` that must match those of ``pattern``; None if the operators differ."""
     if how.instead is not None:
         own = decode(part)
         return [own.x, own.dim, *(own.bounds or ())] if isinstance(own, Slice) else None
@@ -227,7 +227,7 @@ def _arguments(part: fx.Node, pattern: fx.Node, dim: int, how: Blind) -> list[ob
 
 
 def _fits(x: object, part: fx.Node, pattern: fx.Node, place: int, dim: int) -> bool:
-    """Whether ``x`` has as many tokens (along ``place``) as ``part``, and else the shape and dtype of ``pattern``."""
+    """Whether ``x`` has the dtype and shape of ``pattern``, but the token count of ``part`` along axis ``place``."""
     if not is_tensor(x) or len(shape(x)) != len(shape(pattern)) or val(x).dtype != val(pattern).dtype:
         return False
     others = (same(a, b) for k, (a, b) in enumerate(zip(shape(x), shape(pattern), strict=True)) if k != place)
@@ -235,7 +235,7 @@ def _fits(x: object, part: fx.Node, pattern: fx.Node, place: int, dim: int) -> b
 
 
 class _Maker(Repeater):
-    """Adds the operators over joined operands. If several joins need the same operator, it is added once."""
+    """Adds the operators over joined operands. An operator that several joins need is added once."""
 
     def __init__(self, builder: Builder) -> None:
         super().__init__(builder)
@@ -258,14 +258,14 @@ class _Maker(Repeater):
         return self.repeat(joined.pattern, joined.how, joined.dim, length, new)
 
     def _join(self, joined: _Joined) -> fx.Node:
-        """Return the join of the parts: the model's own, moved up if necessary, or a new one."""
+        """Return a join of the parts: a join of the model, moved up if necessary, or a new join."""
         for user in joined.parts[0].users:
             how = decode(user)
             if isinstance(how, Join) and how.parts == joined.parts and how.dim == joined.dim:
                 if not user < self.builder.anchor:
                     self.builder.anchor.prepend(user)
-                # The untouched graph computes K and V from the parts, so a verification has to draw values for the
-                # parts and not for their join.
+                # The untouched graph computes K and V from the parts. So a verification has to draw values for the
+                # parts, not for the join.
                 user.meta.pop(ORIGIN, None)
                 return user
         return self.builder.call(aten.cat.default, list(joined.parts), joined.dim)

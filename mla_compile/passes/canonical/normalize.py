@@ -3,25 +3,25 @@
 Before::
 
     _assert_tensor_metadata(x, None, None, float32)      # a check that tracing left behind
-    y = clone(x); z = _to_copy(y, dtype=<dtype of y>)
+    y = detach(x); z = dropout(y, 0.1, False)
 
-After: the users of ``y`` and ``z`` read ``x``, and the check is removed. It held when the graph was traced, and
-Dynamo's own guards cover it. Copies whose value escapes (outputs, inputs written in place) stay.
+After: the users of ``y`` and ``z`` read ``x``, and the check is removed, because Dynamo's guards cover the check.
+Operators whose result the graph returns stay.
 
 Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, the trace of ``k[..., a:b] = x``
 
-After: ``new = slice_scatter(k, x, dim, a, b)``, which does not read the overwritten part; or ``x``, if it covers all of
-``k``
+After: ``new = slice_scatter(k, x, dim, a, b)``, which does not read the overwritten part; or ``x``, if ``x`` covers all
+of ``k``
 
 Before: ``k = select(stack([q, k, v], dim), dim, 1)``, which unpacks the packed operands of an attention
 
 After: ``k`` itself, in the memory layout of the selection
 
-Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the first axis has size 1
+Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))``, if the first axis has size 1
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 
-Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k`` of which no other position is written
+Before: ``new = select_scatter(k, x, dim, at)``, if no other position of the buffer ``k`` is written
 
 After: ``new = slice_scatter(k, unsqueeze(x, dim), dim, at, at + 1)``, the form in which rows are written
 
@@ -29,7 +29,7 @@ Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, the traces of ``k.z
 
 After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritten values
 
-Before: ``ones_like(k)``; ``k.new_empty(size)``; ``type_as(q, k)`` for a ``k`` that the graph computes
+Before: ``ones_like(k)``; ``k.new_empty(size)``; ``type_as(q, k)``, if the graph computes ``k``
 
 After: ``full(k's sizes, 1)``; ``empty(size)``; ``_to_copy(q, dtype)``, which do not need the values of ``k``
 """
@@ -81,7 +81,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
 
 
 def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Rewrite ``node`` without the operand that only gives a dtype, device or sizes; None if it has no such operand."""
+    """Rewrite ``node`` without an operand that only gives a dtype, device or sizes; None if there is none."""
     op, given = packet(node), args_of(node)
     converts = op is aten.type_as or (op is aten.to and len(given) > 1 and is_tensor(given[1]))
     asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
@@ -102,14 +102,14 @@ def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
 _LAST = object()
 _LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: _LAST, aten.empty_like: None}
 _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: _LAST, aten.new_empty: None}
-"""Operators that create a tensor like another, and its fill value: a number, the last argument, or none."""
+"""Operators that create a tensor like another tensor, and the fill value: a number, the last argument, or None."""
 
 
 def _is_computed(node: fx.Node) -> bool:
     """Whether the graph computes ``node``.
 
-    It does not compute an input, an attribute, a view of these, or these with some positions overwritten.
-    A model may clear a buffer with ``zeros_like(buffer)``, so operators that read an input's sizes stay as they are.
+    Inputs and attributes are not computed, nor are views of them and writes into them. A model may clear a buffer with
+    ``zeros_like(buffer)``, so operators that read an input's sizes stay unchanged.
     """
     while node.op == "call_function" and (how := decode(node)) is not None:
         if isinstance(how, (Write, WriteOne, WriteRows)):
@@ -144,7 +144,7 @@ def _is_write_of_all(node: fx.Node) -> bool:
 
 
 def _is_write_over_all(node: fx.Node) -> bool:
-    """Whether ``node`` replaces all of a tensor by the result of another write, as ``k[:B]`` does if k has length B."""
+    """Whether ``node`` writes the result of another write over a whole tensor, as for ``k[:B]`` if k has length B."""
     how = decode(node)
     if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
         return False
@@ -184,7 +184,7 @@ def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     base, indices, x, *accumulate = args_of(node)
     at = [k for k, index in enumerate(indices) if index is not None]
     if any(val(indices[k]).dtype in (torch.bool, torch.uint8) for k in at):
-        return  # the values of a mask, and not its shape, decide how many rows are written
+        return  # how many rows a mask selects depends on its values
     chosen = [shape(indices[k]) for k in at]
     if at != [*range(at[0], at[0] + len(at))] or len({len(sizes) for sizes in chosen}) > 1:
         return
@@ -204,7 +204,7 @@ def _filled_with(node: fx.Node) -> object:
     if packet(node) is aten.zero:
         return 0
     if isinstance(how, Assign) and isinstance(of := decode(how.x), Fill):
-        return 0 if of.value == 0 else None  # 0 is exact in every dtype in between
+        return 0 if of.value == 0 else None  # 0 is exact in every dtype
     if packet(node) is not aten.fill:
         return None
     value = args_of(node)[1]
@@ -230,7 +230,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    """Whether the operator returns its input unchanged and its users only compute with the result."""
+    """Whether ``node`` can be removed because it returns its input unchanged."""
     if packet(node) is aten.alias and (x := args_of(node)[0]).op == "call_function" and not _is_returned(x):
         return True  # nothing else refers to the aliased tensor
     # A returned result must stay a separate tensor: without the operator, the caller would get the input itself.

@@ -1,11 +1,11 @@
-"""Split the fused multiply-adds of an attention into products and sums, so that the analysis can follow both.
+"""Split the fused multiply-adds of an attention into products and sums, so that analyses can follow both.
 
 Before: ``s = baddbmm(bias, q, k, beta=b, alpha=a); p = softmax(s)``, or ``baddbmm(x, p, v)``
 
-After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. With ``beta=0``, the bias is not read, as in the original.
-Fused products that neither feed a softmax nor read its result stay as they are.
+After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. If ``beta`` is 0, the bias is not read, as in the original.
+Fused products that are neither upstream nor downstream of a softmax stay unchanged.
 
-Before: ``k = addcmul(up(c), row, gate)`` upstream of a product of activations, and ``addcdiv`` likewise
+Before: ``k = addcmul(up(c), row, gate)`` or ``addcdiv``, upstream of a product of activations
 
 After: ``k = up(c) + row * gate``
 """
@@ -41,7 +41,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
                 continue
             beta, alpha = 1, node.kwargs.get("value", 1)
             product = build.call(_GATES[node.target], left, right)
-        # A product with a weight is a projection. The rules of the linear maps read it together with its bias.
+        # A product with a weight is a projection. The rules of linear maps read a projection together with its bias.
         elif left in weights or right in weights or not _beside_a_softmax(node):
             continue
         else:
@@ -49,7 +49,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
             product = build.call(_PRODUCTS[node.target], left, right)
         if alpha != 1:
             product = build.call(aten.mul.Tensor, product, alpha)
-        # `beta=0` ignores the bias, which may hold NaN; a multiplication by zero would not.
+        # If `beta` is 0, torch ignores the bias. A multiplication by zero would keep NaN.
         if beta != 0:
             added = added if beta == 1 else build.call(aten.mul.Tensor, added, beta)
             product = build.call(aten.add.Tensor, added, product)
@@ -60,7 +60,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Whether a product of activations reads ``node``, directly or not, as an attention reads K and V."""
+    """Whether a product of activations reads ``node`` (directly or indirectly), as an attention reads K and V."""
 
     def multiplies(user: fx.Node) -> bool:
         product = is_contraction(user) and not any(n in weights for n in user.all_input_nodes)
@@ -70,7 +70,7 @@ def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
 
 
 def _beside_a_softmax(node: fx.Node) -> bool:
-    """Whether the product makes the scores of a softmax, or multiplies the probabilities of one."""
+    """Whether the product makes the scores of a softmax, or multiplies the probabilities of a softmax."""
     operands = args_of(node)[1:3]
     before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax, is_contraction)
     after, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)

@@ -1,9 +1,9 @@
-"""Read the factors of rows of scores as fractions of sums of exponentials.
+"""Express the factors that multiply rows of scores as fractions of sums of exponentials.
 
-A softmax may be written in parts: a shift in the exponent, a division by a sum, a factor ``sigmoid(lse - sink)`` or
-``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row. It is a fraction of polynomials,
-whose variables are the sum of ``exp(x)`` over the row (Z) and the exponentials of other numbers. So the product of the
-parts is one fraction, too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
+A softmax may be written in parts: a shift in the exponent, a division by a sum, or a later factor such as
+``sigmoid(lse - sink)`` or ``exp(lse - logsumexp([lse, sink]))``. Each part is one number per row, and a fraction of
+polynomials. The variables are the sum of ``exp(x)`` over the row (Z) and the exponentials of other numbers. The product
+of all parts is also such a fraction. The reciprocal of this product is the sum by which ``exp(x)`` is divided.
 
 Axes are followed as atoms, so the parts may be permuted and reshaped relative to each other.
 """
@@ -58,14 +58,14 @@ class RowNumber:
 
 @dataclass(frozen=True)
 class DivisorTerm:
-    """The product of ``factor`` and the exponentials of some numbers, each raised to a power."""
+    """A term of a divisor: ``factor``, times ``exp(number) ** power`` for each pair in ``powers``."""
 
     factor: float
     powers: tuple[tuple[RowNumber, int], ...]
 
 
 class RowFactors:
-    """Reads the numbers by which rows of scores are multiplied. The scores have ``axes``; a row lies along ``dim``.
+    """Reads the numbers by which rows of scores are multiplied.
 
     Attributes:
         axes: the axes of the scores.
@@ -93,7 +93,10 @@ class RowFactors:
         return 1 / self._total
 
     def value(self, given: object, axes: Axes) -> sympy.Expr | None:
-        """Return ``given``, one number per row with ``axes``, as a fraction; None if that is not possible."""
+        """Return ``given`` as a fraction of sums of exponentials; None if it has another form.
+
+        ``given`` is a number, or a tensor with one number per row. ``axes`` are the axes of the tensor.
+        """
         if isinstance(given, (int, float)) and abs(given) < float("inf"):
             return sympy.Rational(given)
         if not is_tensor(given) or not val(given).dtype.is_floating_point:
@@ -118,7 +121,7 @@ class RowFactors:
         return None if a is None or b is None or (kind is aten.div and b == 0) else rule(a, b)
 
     def whole(self, start: sympy.Expr, factors: Iterable[tuple[object, bool, Axes]]) -> sympy.Expr | None:
-        """Return ``start``, multiplied or divided by ``factors``; None unless each is one number per row."""
+        """Return ``start``, multiplied or divided by ``factors``; None unless each factor is one number per row."""
         for factor, divides, axes in factors:
             value = self.value(factor, axes)
             if value is None:
@@ -127,7 +130,7 @@ class RowFactors:
         return start
 
     def divisor(self, factor: sympy.Expr) -> tuple[DivisorTerm, ...] | None:
-        """Return the terms that ``1 / factor`` adds to Z; None if it is not Z plus positive terms."""
+        """Return the terms other than Z in ``1 / factor``; None if ``1 / factor`` is not Z plus positive terms."""
         terms = sympy.Add.make_args(sympy.expand(sympy.cancel(1 / factor)))
         if self._total not in terms:
             return None
@@ -186,7 +189,7 @@ class RowFactors:
         return None if found is None or shift is None else found / shift
 
     def _unshifted(self, x: fx.Node, axes: Axes) -> tuple[fx.Node, list[RowNumber]]:
-        """Undo widening casts and subtractions of a number per row; return the operand and these numbers."""
+        """Undo widening casts and subtractions of one number per row; return the operand and the numbers."""
         shifts: list[RowNumber] = []
         while (source := _narrower(x)) or (packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2):
             if source is not None:

@@ -1,6 +1,6 @@
 """Rewrite a scatter of whole rows as a write at positions.
 
-Before: ``new = scatter(k, dim, expand(at[:, None], x's sizes), x)``, with one position for all numbers of a token
+Before: ``new = scatter(k, dim, expand(at[:, None], x's sizes), x)``, in which all numbers of a token share a position
 
 After: ``new = index_copy(k, dim, at, x)``
 """
@@ -34,7 +34,7 @@ def read_scatters(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _along(builder: Builder, node: fx.Node, dim: int) -> fx.Node:
-    """Return the values of ``node`` along its axis ``dim``, the only one along which they differ."""
+    """Return the values of ``node`` along axis ``dim``. All other axes are constant."""
     while isinstance(how := decode(node), Rearrange) and how.map is not None:
         read = how.map.read_along(dim)
         if len(read) != 1 or how.map.kept(read[0]) != dim:

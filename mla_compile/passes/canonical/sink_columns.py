@@ -1,4 +1,4 @@
-"""Write the terms that are added to the sum of a row's exponentials as one additional score of the row."""
+"""Turn terms that the model adds to a row's sum of exponentials into one additional score of the row."""
 
 from __future__ import annotations
 

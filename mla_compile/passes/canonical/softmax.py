@@ -4,13 +4,13 @@ Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = ex
 
 Before: ``out = (e @ v) / e.sum(-1, True)``, flash-style: divided after the product
 
-After: ``p = softmax(x, -1)``, and ``out = p @ v``. Any subtracted shift cancels if it is one number per row. If an
-exponential without a shift overflows, the original gives NaN and the softmax does not.
+After: ``p = softmax(x, -1)``, and ``out = p @ v``. A subtracted shift cancels if it is one number per row. If there is
+no shift and an exponential overflows, the original gives NaN and the softmax does not.
 
 Before: ``p = softmax(x, -1) * sigmoid(logsumexp(x, -1, True) - sink)``, or ``p = e / (e.sum(-1, True) + exp(sink))``
 
-After: ``p = softmax(cat([x, sink], -1), -1)[..., :-1]``. In a row that sees no key, the sink gets probability 1. In
-that row, the original gives NaN if its softmax or its shift is NaN.
+After: ``p = softmax(cat([x, sink], -1), -1)[..., :-1]``. If a row sees no key, the sink gets probability 1. For this
+row, the original gives NaN if its softmax or its shift is NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Replace softmaxes of attentions that are written in parts; return how many. Other softmaxes stay unchanged."""
+    """Replace softmaxes that attentions write in parts; return how many. Other softmaxes stay unchanged."""
     found = 0
     tracer = ScoreTracer(weights)
     alive = set(graph.nodes)
@@ -55,11 +55,11 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 
 @dataclass(frozen=True)
 class _Written:
-    """A softmax in parts: ``exp(x)``, divided by its sum along ``dim`` plus ``terms``, in the dtype of ``root``.
+    """A softmax in parts: ``exp(x) / (sum of exp(x) along dim + terms)``, in the dtype of ``root``.
 
     ``axes``: the axes of ``x``, in the atoms of the terms. ``root``: the model's ``exp`` or softmax. ``weights``: the
     probabilities. ``views``: the views between ``root`` and ``weights``. ``product``: the product of ``weights`` and
-    values, if a factor is applied after it. ``later``: the views between the product and the last factor.
+    values, if a factor follows it. ``later``: the views between this product and the last factor.
     """
 
     x: fx.Node
@@ -81,7 +81,7 @@ def _written(node: fx.Node, tracer: ScoreTracer) -> _Written | None:
 
 
 def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Written | None:
-    """Match a product of attention weights and values whose result is then multiplied by factors of the weights."""
+    """Match a product of attention weights and values that is followed by factors of the weights."""
     product, labelled = later.of, product_labels(later.of)
     # A view after the last factor stays where it is.
     if labelled is None or not later.ends_with_a_factor or not _only_read_by(node, product):
@@ -89,7 +89,7 @@ def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Writ
     left, right, out = labelled
     for e, labels in (left, right):
         dims = [d for d, c in enumerate(labels) if c not in out]
-        # Only the product and perhaps the sum may read the weights. With any other reader, the weights have to stay.
+        # If anything other than the product and the sum reads the weights, the weights have to stay.
         if len(dims) != 1 or len(e.users) > 2:
             continue
         after = partial(_after_product, later, labels, out)
@@ -100,7 +100,7 @@ def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Writ
 
 
 def _only_read_by(node: fx.Node, product: fx.Node) -> bool:
-    """Whether each node from ``product`` up to ``node`` (exclusive) is read only by the next of these nodes."""
+    """Whether a chain of nodes leads from ``product`` to ``node``, and each has only the next node as reader."""
     while product is not node:
         if len(product.users) != 1:
             return False
@@ -167,7 +167,7 @@ def _replacement(builder: Builder, node: fx.Node, written: _Written) -> fx.Node:
         p = viewed(builder, builder.call(product.target, *given, **product.kwargs), written.later)
     new = builder.cast(p, val(node).dtype)
     if ORIGIN in node.meta:
-        new.meta[ORIGIN] = node.meta[ORIGIN]  # the node of the untouched graph that computes the same
+        new.meta[ORIGIN] = node.meta[ORIGIN]  # the node of the untouched graph that computes this value
     return new
 
 

@@ -8,9 +8,9 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that already has its canonical spelling keeps its arguments, even positions that count from the end, which
-:func:`~mla_compile.passes.ir.operators.decode` resolves. Values, strides and dtypes do not change, so the nodes
-keep their names, metadata and users. The operator that the user called is kept for reports
+An operator that already has its canonical spelling keeps its arguments. Its positions may count from the end, because
+:func:`~mla_compile.passes.ir.operators.decode` resolves them. Values, strides and dtypes do not change, so the nodes
+keep their names, metadata and users. Reports name the operator that the user called
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
 Later passes read these spellings, which ``decode`` turns into records:
@@ -35,7 +35,7 @@ cat(parts, dim)                Join                        concat, concatenate, 
 stack(parts, dim)              Stack
 =============================  ==========================  =========================================================
 
-A split at sizes that are only known at run time, and a narrow by a number read from data, stay as they are.
+Two operators stay unchanged: a split at sizes known only at run time, and a narrow by a number read from data.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _permuted(node: fx.Node, order: list[int]) -> Spelling:
 
 
 def _transpose(node: fx.Node) -> Spelling:
-    """Rewrite transpose, swapaxes and swapdims. Their axis arguments differ in name, but are traced by position."""
+    """Rewrite transpose, swapaxes and swapdims, whose axis arguments are always traced by position."""
     order = list(range(len(shape(node))))
     if order:
         a, b = (axis(d, len(order)) for d in args_of(node)[1:3])
@@ -136,7 +136,7 @@ def _movedim(node: fx.Node) -> Spelling:
 
 
 def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
-    """Return a rule for operators that are ``op`` under another name."""
+    """Return a rule for another name of ``op``."""
     return lambda node: (op, (argument(node, 0, "self"), argument(node, 1, "size")))
 
 
@@ -162,7 +162,7 @@ def _flatten(node: fx.Node) -> Spelling:
     first, last = (axis(argument(node, k, name, d), max(rank, 1)) for k, name, d in _FLATTENED)
     own = [(x, k) for k in range(rank)]
     before, after = _sizes(node, own[:first]), _sizes(node, own[last + 1 :], first + 1)
-    # A product of symbols is left to torch (-1), which avoids nodes that multiply sizes.
+    # If the merged size is symbolic, torch computes it (-1). So no node has to multiply sizes.
     merged = shape(node)[first]
     return aten.reshape.default, (x, [*before, merged if isinstance(merged, int) else -1, *after])
 
@@ -171,14 +171,14 @@ _FLATTENED = ((1, "start_dim", 0), (2, "end_dim", -1))
 
 
 def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -> list[Dim]:
-    """Return the sizes of ``node`` from axis ``first`` on; symbolic ones are read from ``axes`` of other nodes."""
+    """Return the sizes of ``node`` from axis ``first`` on. Symbolic sizes are read from ``axes`` of other nodes."""
     known = shape(node)[first:]
     return [own if isinstance(own, int) else _size_of(x, k, node) for own, (x, k) in zip(known, axes, strict=False)]
 
 
 def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
     """Return a node before ``reader`` that reads the size of an axis of ``x``."""
-    # Tracing often added a `sym_size` already, which is reused if it stands before the reader.
+    # An existing `sym_size` is reused if it precedes the reader.
     for user in x.users:
         if user.target is aten.sym_size.int and user.args == (x, dim) and user < reader:
             return user
@@ -225,7 +225,7 @@ def _tile(node: fx.Node) -> Spelling:
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
     """Drop ``output_size``, which follows from the count and would be wrong for a slice of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
-    # Counts in a tensor differ from position to position, and without `dim` the tensor is flattened first.
+    # Counts in a tensor differ from position to position. If `dim` is None, the tensor is flattened first.
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
         return None
     return aten.repeat_interleave.self_int, (x, count, dim)
@@ -244,7 +244,7 @@ def _narrow(node: fx.Node) -> Spelling | None:
     end: Dim | None
     if isinstance(start, int) and isinstance(length, int):
         end = start + length
-        if start < 0 and end == 0:  # the slice reaches the end of the axis; 0 would mean its beginning
+        if start < 0 and end == 0:  # the slice reaches the end of the axis; 0 would mean the beginning
             end = None
     elif start == 0:
         end = length
@@ -268,7 +268,7 @@ def _split(node: fx.Node) -> Spelling | None:
     if not isinstance(parts, (tuple, list)) or not parts:
         return None
     sizes = [part.shape[dim] for part in parts]
-    # Sizes that only add up for the traced lengths must not become constants of a dynamic graph.
+    # If the sizes add up only for the traced lengths, they must not become constants of a dynamic graph.
     if not all(isinstance(s, int) for s in (*sizes, shape(x)[dim])) or sum(sizes) != shape(x)[dim]:
         return None
     return aten.split_with_sizes.default, (x, sizes, dim)

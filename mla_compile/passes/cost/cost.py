@@ -1,4 +1,4 @@
-"""Chooses the cheapest form of an MLA site by the counts of :mod:`~mla_compile.passes.cost.formulas` on a device."""
+"""Chooses the cheapest form of an MLA site on a device. The counts are in :mod:`~mla_compile.passes.cost.formulas`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Choice:
     """The form chosen for one call.
 
     ``seconds`` holds the estimates for ``expanded``, ``chained`` and, if a fold was chosen, ``folded``. ``sparse``:
-    whether attention reads only the keys that were chosen for each query. The estimates of the absorbed forms include
-    this.
+    whether attention reads only the keys chosen for each query. The estimates of the absorbed forms take this into
+    account.
     """
 
     form: ChosenForm
@@ -92,16 +92,17 @@ def choose(
     made: int | None = None,
     chosen: int | None = None,
 ) -> Choice:
-    """Choose the cheapest form for B sequences of S queries against T cached tokens (None: unknown, a long context).
+    """Choose the cheapest form for B sequences of S queries against T cached tokens.
 
-    ``made``: the number of tokens for which K and V are made, if the T tokens are a slice of more tokens; 0 if K and V
-    of all tokens are in the cache. ``chosen``: the number of keys that each query may see, if a sparse index list
-    limits them.
+    If T is None, a long context is assumed. ``made``: the number of tokens for which K and V are made, if attention
+    reads only a slice of these tokens; 0 if the cache holds K and V. ``chosen``: the number of keys per query, if a
+    sparse index list limits the keys.
 
-    The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. The expanded form is first
-    compared with the chained form, which has equally many launches. Then the query side and the output side are each
-    compared with their folded form, which has fewer launches. A side is folded only if the caller allows it and the
-    width that it needs (Q, D) is known. Raises :class:`OptionError` for an unknown ``forms`` or ``fold``.
+    The time is the sum over all stages of max(FLOPs / peak, bytes / bandwidth), plus launches. First, the expanded and
+    the chained form are compared, which have equally many launches. Then the chained form is compared with folding the
+    query side, and with folding the output side. Folding needs fewer launches. A side is folded only if the caller
+    allows this and the side's width (Q or D) is known. Raises :class:`OptionError` for an unknown ``forms`` or
+    ``fold``.
     """
     _check_option("forms", forms, get_args(Forms))
     _check_option("fold", fold, get_args(Fold))
@@ -141,8 +142,7 @@ def _choose(
     def time_of(form: Form) -> float:
         return seconds(form, dims, B=B, S=S, T=T, made=made, J=chosen, element_bytes=element_bytes, device=device)
 
-    # Folding is left out of the first comparison, so that it cannot make absorption look good where absorption alone is
-    # not.
+    # Folding is left out of the first comparison, because absorption has to pay without folding.
     expanded, dense = time_of("expanded"), time_of("chained")
     chained = dense if chosen is None else min(dense, time_of("sparse"))
     sparse = chained < dense or (chosen is not None and S == 1)
@@ -216,7 +216,7 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class AbsorbedColumns:
-    """The keys or the values of an attention, or some of their columns, if weights make them from narrow rows.
+    """Keys or values of an attention, or some of their columns, that weights make from narrow rows.
 
     ``columns``: the number of columns per head. ``made``: how many of the ``heads`` heads have their own columns (with
     GQA, one per group). ``width``: the number of values in a row. ``rows``: the number of rows of a token (1 if all
@@ -237,7 +237,7 @@ class AbsorbedColumns:
 
 @dataclass(frozen=True)
 class SiteCost:
-    """The sizes that decide between the forms in one call. Symbols are those of the graph's shapes.
+    """The sizes that decide between the forms in one call: numbers, or expressions of the graph's shape symbols.
 
     ``parts``: the parts that are absorbed, if the attention is not absorbed as a whole. ``chosen``: the number of keys
     chosen for each query.
@@ -254,7 +254,7 @@ class SiteCost:
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
     """Return the number of queries per call up to which absorbing all ``parts`` needs fewer FLOPs in a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
-    # If there is no solution, the gain per token does not depend on S, so the costs of the two forms never cross.
+    # If there is no solution, the gain per token does not depend on S, so the same form is cheaper for every S.
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 
@@ -278,8 +278,8 @@ def choose_parts(
 ) -> Choice:
     """Decide whether absorbing ``parts`` is cheaper than expanding them.
 
-    Costs that both forms share are left out. ``writes``: whether the attention is fused and has to be written out
-    before it can be absorbed. ``made``: as in :func:`choose`.
+    Costs that both forms share are left out. ``writes``: whether a fused attention has to be written out first.
+    ``made``: as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
     whole = _made(context, made)

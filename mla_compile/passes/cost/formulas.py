@@ -1,4 +1,4 @@
-"""Closed forms, with sympy, of what one MLA site computes, moves and caches in each of its forms.
+"""Formulas, with sympy, for what one MLA site computes, moves and caches in each form.
 
 The forms (one layer, one call with S queries per sequence against T cached tokens, batch B):
 
@@ -15,10 +15,10 @@ The forms (one layer, one call with S queries per sequence against T cached toke
 Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything
 else in this module (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages.
 
-FLOPs include the scores that a causal mask hides. Bytes include the weights once per call, and each activation once
-where it is written and once where it is read. K and V are therefore included twice, because no compiler fuses a
-projection into attention. Scores never leave the kernel. Source of the equations: DeepSeek-V2, arXiv 2405.04434,
-section 2.1 and appendix C.
+FLOPs include the scores that a causal mask hides. Bytes include the weights once per call. Each activation is included
+when it is written and when it is read. This also holds for K and V, because no compiler fuses a projection into
+attention. Scores never leave the kernel. Source of the equations: DeepSeek-V2, arXiv 2405.04434, section 2.1 and
+appendix C.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from mla_compile.errors import InputError
 Form = Literal["expanded", "held", "chained", "sparse", "folded_query", "folded_output", "folded"]
 CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
-# The symbols are real, not integer. Otherwise solve() would have to prove that a break-even is a whole number, and it
-# is not.
+# The symbols are real, not integer, because solve() must accept break-evens that are not whole numbers.
 B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
 A = sympy.Symbol("A", nonnegative=True)  # columns of the rotary key that are added to other columns of the key
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
-K, Z = sympy.symbols("K Z", positive=True)  # for a part: how many heads have their own columns, and their own rows
+K, Z = sympy.symbols("K Z", positive=True)  # for a part: how many heads have their own columns (K) or rows (Z)
 E = sympy.Symbol("E", positive=True)  # bytes per element
 J = sympy.Symbol("J", positive=True)  # the number of keys chosen for each query
 
@@ -51,9 +50,9 @@ DECODE = {S: 1}
 class Stage:
     """A step that has to end before the next step begins.
 
-    ``projection``: for a step outside the attention core, the width that it needs (Q or D). Folding replaces such
-    steps. ``makes_kv``: whether the step makes K and V. It makes them for the whole buffer, even if the attention reads
-    only a slice of the buffer.
+    ``projection``: the width (Q or D) of a projection outside the attention core. Folding replaces such projections.
+    ``makes_kv``: whether the step makes K and V. It makes K and V for the whole buffer, even if attention reads only a
+    slice of the buffer.
     """
 
     name: str
@@ -73,8 +72,7 @@ def stages(form: Form) -> tuple[Stage, ...]:
     if form in ("expanded", "held"):
         columns = N + R - A + V
         made = B * T * (L + R + H * columns)
-        # There are two launches: the projection itself, and the layout of K (with the shared rotary part) and V per
-        # head.
+        # The two launches are the projection, and a copy that lays out V and K (with the shared rotary key) per head.
         expand = Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True)
         attend = Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns)
         return (query, *([expand] if form == "expanded" else []), attend, output)
@@ -130,7 +128,7 @@ def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
     """Return the FLOPs of one call, 2 per multiply-add.
 
     ``projections``: also count W_qc and W_o. The expanded and the chained form share these projections, and folding
-    replaces them. A folded form can only be compared with another form if they are counted.
+    replaces them. Count the projections to compare a folded form with another form.
     """
     return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 
@@ -181,7 +179,7 @@ def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
     """Return the multiply-adds that absorbing saves per sequence and head; positive if the absorbed form is cheaper.
 
-    B and H cancel. R also cancels for the chained form, so its sign depends only on S, T, L, N, V and A.
+    B and H cancel. For the chained form, R cancels too, so the sign depends only on S, T, L, N, V and A.
     """
     return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
 

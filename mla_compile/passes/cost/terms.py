@@ -1,4 +1,4 @@
-"""Multiplies by a weight that is a sum of products of weights, such as W + B A of an adapter.
+"""Chooses how to multiply by a weight that is a sum of products, such as W + B A of an adapter.
 
 Before::
 
@@ -8,8 +8,8 @@ After::
 
     x W + (x s B) A          # for few rows x: the narrow products cost next to nothing
 
-Both forms are equal up to rounding. The number of rows decides which form takes fewer multiply-adds. This number is
-taken from the trace.
+Both forms are equal up to rounding. The number of rows, taken from the trace, decides which form needs fewer
+multiply-adds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _steps(
 
 
 def _added_up(weight: Factor) -> int:
-    """Return the multiply-adds of computing the weight as the analysis wrote it: first the products, then their sum."""
+    """Return the multiply-adds that compute the weight: first the products, then their sum."""
     whole = math.prod(weight.expr.shape)
     products = sum(_product({}, [a for f in term for a in f.atoms]) for term in weight.terms if len(term) > 1)
     return products + whole * (len(weight.terms) - 1)

@@ -1,4 +1,4 @@
-"""Find what the graph still computes once the chosen attentions are absorbed, and which products make K and V."""
+"""Find the nodes that are still computed after absorption, and the projections that make K and V."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict
 
 
 class Alive:
-    """The nodes that are still needed once the chosen sites are absorbed, and the nodes that each of them reads."""
+    """The nodes that are still needed after the chosen sites are absorbed, and the inputs of these nodes."""
 
     def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
         self._reads: dict[fx.Node, list[fx.Node]] = {}
@@ -28,7 +28,7 @@ class Alive:
 
 
 def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """Return the nodes of a site whose inputs the rewrite changes, each with its new inputs."""
+    """Map each node whose inputs the rewrite of a site changes to its new inputs."""
     site = plan.site
     keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
     values = [site.v.node] if not plan.vals else _sources(plan.vals)
@@ -51,15 +51,15 @@ def _sources(terms: Sequence[Term]) -> list[fx.Node]:
 
 
 def expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
-    """Return the projections that make K and V from the sources, each as its side, its node and its source."""
+    """Return the side, the node and the source of each projection that makes K or V."""
     assert verdict.plan is not None
     found: list[tuple[Side, fx.Node, fx.Node]] = []
     for which, terms in verdict.plan.sides:
         for piece in (t.piece for t in terms if t.piece.source is not None):
             for path in (piece.path, piece.before):
                 for before, visit in pairwise(path):
-                    # Take only the last projection on the path: an earlier one may make rows that other nodes read,
-                    # too.
+                    # Take only the last projection on the path. Other nodes may also read the results of an earlier
+                    # projection.
                     last = visit.contractions == path[-1].contractions
                     if visit.contractions > before.contractions and last:
                         found.append((which, visit.node, path[0].node))
@@ -84,5 +84,5 @@ def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node,
 
 
 def expansion_alive(verdict: Verdict, alive: Alive) -> tuple[Side, fx.Node] | None:
-    """Return a projection that makes K or V and is still computed: the side and the node."""
+    """Return the side and the node of a projection for K or V that is still computed, or None."""
     return next(((which, node) for which, node, _ in expansions(verdict) if node in alive.nodes), None)

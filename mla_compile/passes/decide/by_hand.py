@@ -2,10 +2,10 @@
 
 In code that its author absorbed by hand, queries are projected into the latent space (``q' = [q_n W_k | q_r]``), keys
 are ``[c | r]``, values are ``c``, and ``W_v`` is applied to the output. No weight lies between rows and attention, so
-there is no plan. For its user this is still Multi-head Latent Attention, but nothing is left to absorb.
+there is no plan. This is still Multi-head Latent Attention, but nothing is left to absorb.
 
-Other models are designed in this form. In DeepSeek-V4, for example, queries are normed and rotated for each head. The
-path of such queries shows no ``W_k``, but none is needed: the attention is the same.
+Other models are designed in this form. In DeepSeek-V4, for example, queries are normed and rotated for each head. Their
+path has no ``W_k``, but the attention is the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
-    """Return the plan for heads that share rows with no weight in between. Such heads may be written like tokens."""
+    """Return the plan for heads that share rows without a weight. The model's code may write heads like tokens."""
     bases = {behind(o.node, (Copy, Rearrange))[-1] for o in (*(p.k for p in site.products), site.v)}
     if len(bases) == 1:  # one tensor is key and value, however it was joined
         maps = maps.with_sources(bases)
@@ -83,9 +83,9 @@ def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
 
 
 def _unmasked(site: AttentionSite) -> list[Atom]:
-    """Return the query axis of fixed length that no mask has, for queries with more than three axes.
+    """Return the only query axis of fixed length that no mask has, if queries have more than three axes.
 
-    Return no axis if there are several.
+    Return an empty list if there are several such axes.
     """
     masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
     several = all(len(p.q.axes) > 3 for p in site.products)
@@ -110,8 +110,8 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries may have heads before the weight of each head is applied (from an input or a norm). They have no map then,
-    # so the products upstream of them are searched.
+    # Queries may have a head axis before per-head weights are applied (from an input or a norm). Such queries have no
+    # map, so upstream products are searched.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 

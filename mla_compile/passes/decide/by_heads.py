@@ -17,18 +17,17 @@ from mla_compile.passes.ir.sizes import hint, same, size
 from mla_compile.passes.ir.stop import Stop
 
 MOST_GROUPS = 16
-"""The most groups of one attention, so that a sixteenth of its per-head tensors is in memory at a time.
+"""The maximum number of groups. A sixteenth of an attention's per-head tensors is then in memory at a time.
 
-The merged output and the hidden states have no heads and stay whole, so more groups would save little but add code.
+More groups would save little and add code, because the merged output and the hidden states have no heads.
 """
 
 
 def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
     """Whether the per-head tensors of an attention take more than ``limit`` bytes, in a call of more than one query.
 
-    False if the sizes of the tensors are known only at run time. If sizes are symbolic, ``guard`` makes the answer a
-    guard of the graph, which is then recompiled for sizes that violate it. Without ``guard``, the answer holds for the
-    hinted sizes.
+    False if sizes are known only at run time. If sizes are symbolic, ``guard`` adds a guard to the graph, so that the
+    answer holds for all calls. If ``guard`` is false, the answer holds for the hinted sizes.
     """
     if same(axis_size(site.queries), 1):
         return False
@@ -45,7 +44,7 @@ def bytes_of(site: AttentionSite) -> int:
 
 
 def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
-    """Return the region of an attention along its heads and the bounds of its groups, or the reason for having none."""
+    """Return the region along an attention's heads and the bounds of groups, or the reason why there are no groups."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
     # Heads are the innermost axis that queries, keys and output share. The axes before it are batch axes.
     for dim, axis in reversed(list(enumerate(site.out.axes))):
@@ -86,7 +85,7 @@ def _bytes(site: AttentionSite) -> int | torch.SymInt:
 def _writes_scores_out(site: AttentionSite) -> bool:
     """Whether scores are written to memory.
 
-    torch's fused CPU attention avoids that, but needs K and V of one width.
+    torch's fused CPU attention writes no scores, but needs K and V of equal width.
     """
     k, v = (val(n) for n in (site.products[0].k.node, site.v.node))
     return k.device.type == "cpu" and not same(size(k.shape[-1]), size(v.shape[-1]))

@@ -1,4 +1,4 @@
-"""The sizes of the calls that a rewritten attention will see, as the cost model needs them."""
+"""The expected sizes of the calls of a rewritten attention, for the cost model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mla_compile.passes.sources.records import AbsorbPlan
 class CallSizes:
     """Representative numbers for B, S and T, and what is known about S. A ``T`` of None represents a long context.
 
-    ``symbolic``: the number of queries may differ from call to call. ``prefill``: in addition, either that number
-    always equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which K and
-    V are made, if T of them are then sliced out; 0 if buffers hold K and V in addition to the rows. ``chosen``: the
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: the number of queries is symbolic,
+    and either equals the number of keys (a prompt) or buffers hold K and V. ``made``: the number of tokens for which K
+    and V are made before T tokens are sliced out; 0 if buffers hold K and V in addition to the rows. ``chosen``: the
     number of keys in a query's sparse index list.
     """
 
@@ -60,9 +60,9 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
 
 
 def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
-    """Return the most keys that windows and index lists let a query read, and the number of all keys.
+    """Return the maximum number of keys that a query reads under windows and index lists, and the number of all keys.
 
-    Both numbers hold for the sizes at which the graph was traced.
+    Traced sizes are used.
     """
     T, seen = _axis_hint(plan, plan.site.keys), plan.visible
     return min(T, seen.window or T, chosen_keys(plan) or T), T

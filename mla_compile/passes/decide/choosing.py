@@ -1,8 +1,8 @@
-"""The cost of choosing the keys of a sparse attention: the indexer reads every cached token.
+"""The cost of choosing the keys of a sparse attention. The indexer reads every cached token.
 
-The indexer's products over the keys are counted, so that a report shows the FLOPs and bytes that still grow with the
-context. The bytes are those of the rows that the products read. If the products of each head go through memory, their
-results are added. They do unless one operator makes the scores of all heads.
+A report shows this cost because it grows with the context. The FLOPs of the indexer's products over keys are counted,
+and the bytes of rows that these products read. If each head has a product that is written to memory, the bytes of the
+results are added.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 def _length(node: fx.Node, T: Size) -> int:
-    """Return the length of the key axis of ``node``, or 0 if it has none."""
+    """Return the length of the key axis of ``node``, or 0 if there is no such axis."""
     return next((n for n, own in zip(_sizes(node), shape(node), strict=True) if same(own, T)), 0)

@@ -1,4 +1,4 @@
-"""Projections that could be multiplied ahead of time: W_q, which makes the query, with W_kc, and W_v with W_o."""
+"""Find projections that could be multiplied ahead of time: W_q with W_kc, and W_v with W_o."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.
 def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
     """Return Q, the width of the rows that make the unrotated queries, and D, the width of the output projection.
 
-    Each width is None if something stands between the two weights to fold: a norm, a gate, a second reader.
+    A width is None if a norm, a gate or a second reader lies between the two weights to fold.
     """
     widths = {
         _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
@@ -48,8 +48,8 @@ def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
 def output_projection(node: fx.Node) -> fx.Node | None:
     """Return the projection that reads an attention's output, directly or through operators with one reader each.
 
-    Return None if there is none. These operators are not checked here: the linear map of the projection has to reach
-    the attention.
+    Return None if there is none. Operators in between are not checked. The caller must check that the linear map of the
+    projection reaches the attention.
     """
     for _ in range(REACH):
         if len(node.users) != 1:

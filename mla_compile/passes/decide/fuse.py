@@ -1,8 +1,8 @@
-"""Attention over rows that heads share, with no weight in between, as one operator.
+"""Replace attention over shared rows by one operator if no weight lies between heads and rows.
 
-If the rows themselves are key and value, nothing is left to absorb. But if the products are written out, the scores and
-probabilities of every head go through memory, and the rows are read once for each product. The operator of absorbed
-attention avoids both. Such a site therefore gets the plan of an absorbed site, without a weight on either side.
+If the rows themselves are key and value, nothing is left to absorb. But written-out products move the scores and
+probabilities of every head through memory, and read the rows once per product. The operator of absorbed attention
+avoids this. Such a site therefore gets the plan of an absorbed site, but without weights.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.sources.refine import value_features
 
 MOST_QUERIES = 8
-"""The most queries per call for which the operator may pay even if it reads all keys.
+"""The maximum number of queries per call for which the operator may pay if it reads all keys.
 
-In prompts, the large products are faster.
+In prompts, large products are faster.
 """
 FEWER_KEYS = 2
-"""In a prompt, windows and index lists must reduce the number of keys that the operator reads by at least this factor.
+"""In a prompt, windows and index lists must reduce the number of keys by at least this factor.
 
-Per key, the operator takes 1.4 times as long as products with all keys, but the products hold the scores of every head
+Per key, the operator takes 1.4 times as long as products over all keys. But the products hold the scores of every head
 in memory.
 """
 MOST_ROWS = 48
-"""The most query rows (queries times heads) for which the operator pays on a CPU.
+"""The maximum of queries times heads for which the operator pays on a CPU.
 
-With more rows the products, and not the reading of the rows, limit the speed, and matrix products are as fast as the
-operator (benchmarks/absorbed_by_hand.py).
+Above this number, arithmetic and not memory limits the speed, and matrix products are as fast as the operator
+(benchmarks/absorbed_by_hand.py).
 """
 
 
 def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sparse: bool = True) -> list[Verdict]:
-    """Return ``verdicts``, with a fusion for each attention over shared rows that becomes the operator.
+    """Return ``verdicts``, with a fusion for each attention over shared rows that the operator replaces.
 
     ``sparse``: whether the operator may read only the keys of an index list.
     """
@@ -57,7 +57,7 @@ def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sp
 
 
 def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], *, sparse: bool) -> Fusion | None:
-    """Return how an attention becomes the operator; None if it cannot, or if nothing would be gained."""
+    """Return the fusion of an attention; None if the operator cannot replace it or would not be faster."""
     site = verdict.site
     if site.problem is not None:
         return None
@@ -91,7 +91,7 @@ def _gains(fusion: Fusion) -> bool:
 
 
 def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusion:
-    """Record the columns of the values if these are the first or the last columns of the rows that make all keys."""
+    """Record the values' columns if these are the first or last columns of the keys' rows."""
     plan, site = fusion.plan, fusion.plan.site
     keys = [piece for product in site.products for piece in reads(product.k, product.features, first)]
     values = reads(site.v, value_features(site), first)
@@ -99,7 +99,7 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
         return fusion
     start, stop = values[0].start - keys[0].start, values[0].stop - keys[0].start
     assert plan.values is not None
-    # Both must be views of one node. Two equal nodes do not suffice, because each may have its own (equal) inputs.
+    # Keys and values must be views of one node. Two equal nodes do not suffice: their equal inputs may differ as nodes.
     views = behind(plan.values.node, (Slice, Reorder))
     whole = next((n for n in behind(plan.latent.node, (Slice, Reorder)) if n in views), None)
     if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):

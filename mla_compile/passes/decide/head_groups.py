@@ -1,9 +1,9 @@
-"""Decide whether an attention is split into groups of heads: heads that share rows stay together.
+"""Decide whether to split an attention into groups of heads. Heads that share rows stay together.
 
-An attention that cannot be absorbed as a whole may have heads with different sources. The softmax runs over the keys of
-each head separately, so the attention of some heads does not need the other heads. An attention is not split if its
-heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in probabilities that another node
-reads. A trial on a copy shows whether the groups absorb more than the whole did.
+An attention that cannot be absorbed as a whole may have heads with different sources. Each head has a separate softmax,
+so groups of heads can be computed separately. An attention is not split if its heads meet before the output: in a mix
+of heads, in a softmax or norm over heads, or in probabilities that another node reads. A trial on a copy shows whether
+the groups absorb more than the whole.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.sources.sources import cut
 
 MOST = 8
-"""The most groups of heads into which one attention is split.
+"""The maximum number of groups per attention.
 
-Each group is an attention with kernel launches of its own in each step. If there are more groups than this, nearly
-every head has rows of its own, and there is nothing to share.
+Each group needs its own kernel launches in each step. If there are more groups, nearly every head has its own rows, and
+there is nothing to share.
 """
 
 
 Unit = Literal["head", "group", "batch entry", "entry"]
-"""What one position along an axis is.
+"""The meaning of one position along an axis.
 
-It is one head; a group of heads that share rows, if heads have an axis of their own; all heads of one batch entry; or
-unknown ("entry").
+"head": one head. "group": heads that share rows, if heads have another axis. "batch entry": all heads of one batch
+entry. "entry": unknown.
 """
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Where the groups of heads of ``site`` end, along axis ``dim`` of its output.
+    """Groups of heads of ``site``, with their ``bounds`` along axis ``dim`` of the site's output.
 
-    ``unit``: what one position along this axis is; see :data:`Unit`.
+    ``unit``: the meaning of one position along this axis.
     """
 
     site: AttentionSite
@@ -69,7 +69,7 @@ class Group:
 class SplitSite:
     """A split attention: the ``name`` of its old output node, the old ``site``, and the new output ``joined``.
 
-    ``unit``: what ``groups`` count; see :class:`HeadGroups`.
+    ``unit``: the unit of ``groups``; see :class:`HeadGroups`.
     """
 
     name: str
@@ -96,14 +96,14 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     lead = [dim for dim in lead if isinstance(shape(site.node)[dim], int)]  # a batch of unknown length is not cut
     for dim in lead:
         core = parts.core(site.node, dim, products)
-        # If something else reads the scores or probabilities, they must exist for all heads at once.
+        # If other nodes read scores or probabilities, these must exist for all heads at once.
         if core is None or _leaves({node for node, _ in core}, site.node):
             continue
         runs = parts.runs(site.node, dim)
         if not 1 < len(runs) <= MOST or not any(_expanded(r.made) for r in runs):
             continue
-        # If each head has a latent of its own, no rows are shared, and a split would only give one attention per head.
-        # Heads that share rows may lie along another axis than the groups.
+        # If each head has its own latent, a split would only give one attention per head. Heads that share rows may
+        # have another axis than the groups.
         shared = {d for d in lead if any(_expanded(r.made) and r.stop - r.start > 1 for r in parts.runs(site.node, d))}
         if shared:
             role = Proofs(site, maps).role_of(site.out.axes[dim])
@@ -115,14 +115,13 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """Return the groups of heads of an attention that is not absorbed as a whole; None if groups would not help."""
-    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only if the whole has no
-    # plan.
+    # Groups help only if the whole has no plan. A whole with a plan was kept because of its cost or an option.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 
 
 def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict]) -> bool:
-    """Whether groups absorb more of the attention than the whole did."""
+    """Whether the groups absorb more than the whole."""
     if any(g.node not in verdicts for g in split.groups):
         return False
     groups = [verdicts[g.node] for g in split.groups]
@@ -141,9 +140,9 @@ def _sides(verdict: Verdict) -> set[str]:
 
 @dataclass(frozen=True)
 class Unsplit:
-    """What the groups of an attention show about the whole if a split does not pay.
+    """What the report says about an attention if a split does not pay.
 
-    ``kept``: the verdict that says why no group is absorbed, if every group could legally be absorbed.
+    ``kept``: if every group could legally be absorbed, the verdict that says why no group is absorbed.
     """
 
     notes: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
 """Decide whether each attention is absorbed, kept or refused, always with a reason.
 
-For every attention, the analysis chooses the sources of its keys and values (the narrowest rows that weights expand),
-checks the proof obligations of :mod:`mla_compile.passes.proof.plan`, and picks a form by the cost model. If an
-attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). If other
-readers need the expanded keys or values of a site anyway, absorbing that side would save nothing, so the side or the
-whole site stays expanded.
+For every attention, the analysis chooses the sources of keys and values (the narrowest rows that weights expand),
+checks the proof obligations of :mod:`mla_compile.passes.proof.plan`, and picks a form with the cost model. If an
+attention cannot be absorbed as a whole, parts are tried (:mod:`mla_compile.passes.decide.partial`). If another reader
+needs the expanded keys or values of a site, absorbing this side would save nothing. The side or the whole site then
+stays expanded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def judge(
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
-    """Drop the code's advice to use other operators if this operator has a rule that only fails here."""
+    """Drop the advice to use other operators if the blamed operator has a rule, which only failed in this graph."""
     if verdict.code is Code.UNSUPPORTED_OP and verdict.fix is None and verdict.blame is not None:
         return replace(verdict, fix="" if maps.follows(verdict.blame) else None)
     return verdict
@@ -114,11 +114,11 @@ class _Judge:
         if site.problem is not None:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
-        # If the rows are cached in any case, only the work is left to compare.
+        # Rows that are cached in any case may be wide. For these, only the cost of the work matters.
         if not plan.saves_cache and not are_cached(plan.latent.node):
             reason = f"the latent rows hold {plan.row_values} values, K and V {plan.expanded_values}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
-        # This is computed late, because a refused attention does not need the walks from the query and the output.
+        # Q and D are computed last. They need two more walks, which would be wasted on a refused attention.
         if self.fold != "never":
             q_width, model_width = fold_widths(plan, maps)
             plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
@@ -160,12 +160,16 @@ class _Judge:
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Change the verdict on every site whose K or V would still be expanded for another reader.
 
-        The options, in order: compute only what the other reader needs; start from the rows that are computed anyway
-        (the projection that makes the latent may also make the rotary key, from a hidden state that happens to be
-        narrower); absorb only the other side. If none of these works, the site is not absorbed.
+        These options are tried in order:
+
+        1. Compute only what the other reader needs.
+        2. Start from rows that are computed anyway. For example, the projection of a narrower hidden state may make
+           the latent and the rotary key.
+        3. Absorb only the other side.
+        4. Do not absorb the site.
         """
-        # Every change of a verdict changes which nodes are alive, so all sites are checked again. This terminates:
-        # `computed` only grows, and `options` holds the few remaining verdicts, each of which is taken once.
+        # Every change of a verdict changes which nodes are alive, so all sites are checked again. The loop ends:
+        # `computed` only grows, and each of the few verdicts in `options` is taken once.
         computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
         options: dict[fx.Node, list[Verdict]] = {}
         while True:
@@ -187,7 +191,7 @@ class _Judge:
                 return verdicts
 
     def _narrowed(self, verdict: Verdict, alive: Alive) -> tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] | None:
-        """Return the nodes to compute instead of whole projections, each with its rows; None if that is impossible."""
+        """Return the nodes to compute instead of whole projections, with their rows; None if this is impossible."""
         assert verdict.plan is not None
         paths = _ways(verdict)
         made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
@@ -212,15 +216,15 @@ class _Judge:
         computed: set[fx.Node],
         options: dict[fx.Node, list[Verdict]],
     ) -> Verdict:
-        """Return the next best verdict on a site whose keys or values (``which``) ``node`` expands in any case.
+        """Return the next best verdict on a site if its keys or values (``which``) are expanded in any case.
 
-        ``read``: the verdict that names the other reader.
+        ``node``: the projection that expands them. ``read``: the verdict that blames the other reader.
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes rows that the attention reads. The rows upstream of it are narrower,
-        # but the projection is computed in any case, so the walk has to end at its result. If `computed` has the node
-        # already, other rows need what lies upstream of the projection.
+        # The projection `node` makes rows that the attention reads. Rows upstream are narrower, but the projection is
+        # computed in any case, so the walk must end at its result. If `computed` already has the node, other rows of
+        # the plan need tensors upstream.
         behind = node not in computed and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows)
         if not verdict.plan.part and behind:
             computed.add(node)
@@ -232,8 +236,8 @@ class _Judge:
             if self.forms != "expanded":
                 # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # This side stays because of its other reader. The exception is that `final` blames an operator between
-                # the rows and this side, and that the code of `final` is no symptom.
+                # This side stays because of its other reader, unless `final` blames an operator between the rows and
+                # this side with a code that is no symptom.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
@@ -247,7 +251,7 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
     """Whether Q, K and V are projected from the same rows: plain MHA without RoPE, which has no latent."""
     rows = {plan.latent.node}
     for piece in maps.map(plan.latent.node).pieces:
-        if not piece.projected:  # a local attention slices the hidden state before it projects it
+        if not piece.projected:  # local attention slices the hidden state before the projection
             rows |= {node for visit in piece.path for node in _whole(visit.node)}
 
     def unscaled(node: fx.Node) -> Iterable[fx.Node]:
@@ -259,7 +263,7 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
-    """Return ``node`` and the tensors from which it selects rows or which it pads."""
+    """Return ``node`` and its sources through slices, selections of rows and paddings."""
     found = [node]
     others = (aten.index, aten.index_select, aten.constant_pad_nd)
     while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) in others:
@@ -317,20 +321,20 @@ def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, aliv
 
 
 def _needed_beside(site: AttentionSite, ends: Iterable[fx.Node], node: fx.Node, alive: Alive) -> bool:
-    """Whether ``ends`` need ``node`` for anything but the products of ``site``."""
+    """Whether ``ends`` need ``node`` on a path outside the products of ``site``."""
     products = {site.node, *(p.node for p in site.products if p.node is not None)}
     return node in set(reachable(ends, lambda n: () if n in products else alive.reads(n)))
 
 
 def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) -> bool:
-    """Whether ``node`` is also read between the products, such as by a scaling of the scores, and nowhere else."""
+    """Whether ``node`` is read between the products (for example, to scale scores), but not outside of the site."""
     outputs = site.node.graph.output_node().all_input_nodes
     between = site.probs is not None and _needed_beside(site, [site.probs.node], node, alive)
     return between and not _needed_beside(site, outputs, node, alive)
 
 
 def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether ``closer`` finds a node too wide, and the rows of ``plan`` that this node makes are linear in it."""
+    """Whether ``closer`` blames only the width of a node, and the rows that this node makes are linear maps of it."""
     wide = closer.blame
     if closer.code is not Code.COST_LATENT_WIDE or wide is None:
         return False
@@ -349,7 +353,7 @@ def _behind(nodes: Iterable[fx.Node], node: fx.Node | None) -> bool:
 
 
 def _stop_of(side: Side, verdict: Verdict, node: fx.Node) -> Stop:
-    """Return the stop of a verdict for ``side``; a code that concerns only the other side becomes "unsupported_op"."""
+    """Return the stop of a verdict for ``side``. A code about only the other side becomes "unsupported_op"."""
     told = verdict.code in _OF_A_SIDE and not _made_with(verdict.site, side, verdict.blame)
     return Stop(verdict.blame or node, (Code.UNSUPPORTED_OP if told else verdict.code).value, verdict.reason)
 

@@ -1,10 +1,9 @@
-"""Find what can be absorbed of an attention that cannot be absorbed as a whole.
+"""Find the parts that can be absorbed if an attention cannot be absorbed as a whole.
 
-Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` does not involve the keys, and ``q K^T``
-does not involve the values. So V can be absorbed even if K is rotated after its up-projection, and K can be absorbed
-even if V is not a linear image of any rows. Within K, the columns that are made from rows that all heads share can be
-absorbed alone. The other columns keep their own product. Parts that are not absorbed keep their nodes, and the report
-says why.
+The two products of an attention can be rewritten separately: ``P V = (P c) W_v`` does not involve the keys, and
+``q K^T`` does not involve the values. So V can be absorbed even if K is rotated after its up-projection. K can be
+absorbed even if V is not a linear map of any rows. If only some columns of K are made from rows that all heads share,
+only these columns are absorbed, and other columns keep their own product. The report says why parts stay expanded.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from mla_compile.passes.sources.sources import choose_sources, cut
 
 @dataclass(frozen=True)
 class Partial:
-    """A part of a site that can be absorbed, its cost in both forms, and what stays expanded.
+    """A part of a site that can be absorbed, its cost in both forms, and the parts that stay expanded.
 
-    ``pays``: whether the part is to be absorbed. ``by_call``: whether each call decides this by its number of queries.
+    ``pays``: whether to absorb the part. ``by_call``: whether the decision depends on the number of queries per call.
     """
 
     plan: AbsorbPlan
@@ -55,9 +54,9 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """Return the first part of ``site`` that pays, in the order of ``_plans``, or else the first legal part, if any.
+    """Return the first plan of ``_plans`` that pays, else the first plan, else None.
 
-    ``failed``: the reason why the whole cannot be absorbed. ``keep``: sides that have to stay as they are.
+    ``failed``: the reason why the whole site cannot be absorbed. ``keep``: sides that must stay as they are.
     """
     if site.problem is not None:
         return None
@@ -66,7 +65,7 @@ def partial(
 
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
-    """Yield the legal plans for parts of ``site``: for both sides, for the values (never rotated), for the keys."""
+    """Yield the legal plans for parts of ``site``: for both sides, then for the values, then for the keys."""
     own = of_queries(site, maps)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
@@ -74,13 +73,13 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
             continue
         nodes = [p.k.node for p in site.products] if "keys" in sides else []
         nodes += [site.v.node] if "values" in sides else []
-        # If the queries are made from the same rows, these rows are the model's hidden state and not a latent.
+        # If queries are also made from these rows, the rows are the model's hidden state and not a latent.
         pieces = pieces_of([maps.map(node) for node in nodes])
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
         plan = make_part_plan(site, maps.with_sources(cuts), sides)
-        # If a plan for both sides expands only one side, the plan for that side alone follows later.
+        # If a plan for both sides expands only one side, skip it. The plan for this side alone is tried later.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
         if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
@@ -88,9 +87,9 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
 
 
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
-    """Return the columns that are absorbed, by side and by the rows from which they are made.
+    """Return the absorbed columns, grouped by side and by source rows.
 
-    Columns that a weight makes once for all heads, such as a shared rotary key, are not expanded, so they are left out.
+    Columns that all heads share, such as a shared rotary key, are not expanded, so they are left out.
     """
     heads = axis_size(plan.heads)
     parts: dict[tuple[Side, Rows, int], int] = {}
@@ -112,7 +111,7 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    # A fused attention has no product to replace, so it is written out first, which costs a trip through memory.
+    # A fused attention has no separate product. It is written out first, which costs a trip through memory.
     writes = plan.site.probs is None and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
@@ -152,7 +151,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
 
 
 def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Stop:
-    """Return why the columns of ``side`` that are read from ``node`` stay: each head has its own rows there."""
+    """Return why the columns of ``side`` that are read from ``node`` stay expanded."""
     _, wide = choose_sources(pieces_of([maps.map(node)]), of_queries(site, maps))
     if wide is not None:
         return Stop(
@@ -171,11 +170,11 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
 def _why(
     site: AttentionSite, side: Side, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]
 ) -> Stop:
-    """Explain why the side made by ``nodes`` stays.
+    """Explain why the side that ``nodes`` make stays expanded.
 
-    The reason is found upstream of this side. If nothing is found there, the reason is the failure of the whole.
+    The reason is an obstacle upstream of this side. If there is none, the reason is ``failed``.
     """
-    # These codes describe the end of a walk; any other code names the operator that is the obstacle.
+    # These codes describe the end of a walk. Any other code names the operator that is the obstacle.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         other: Side = "values" if side == "keys" else "keys"
         alone = any(not any(rows.heads for rows in plan.rows) for plan in _plans(site, maps, (other,)))

@@ -1,1 +1,1 @@
-"""Finds which positions of its operands each position of a result depends on, operator by operator."""
+"""Finds, for each operator, on which positions of the operands each position of the result depends."""

@@ -1,4 +1,4 @@
-"""Repeat an operator over operands that have another length along one axis."""
+"""Repeats operators with operands that have another length along one axis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Repeater:
         return self._again(node, node.target, *replaced)
 
     def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:
-        """Repeat ``node`` with another length of one axis. The arguments of ``node`` give its shape."""
+        """Repeat ``node``, whose arguments give its shape, with another length of axis ``dim``."""
         how = decode(node)
         assert isinstance(how, Rearrange)
         x = how.x if part is None else part
@@ -61,7 +61,7 @@ class Repeater:
         given = told[dim] if told is not None and len(told) == len(shape(node)) else None
         if isinstance(given, fx.Node):
             return given
-        # If an axis of the operand has the same size expression, it has this length in every call.
+        # If an axis of the operand has an equal size expression, the axis has this length in every call.
         at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
         return length_behind(self.builder, node, dim) if at is None else self.builder.size(x, at)
 

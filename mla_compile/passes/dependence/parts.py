@@ -1,8 +1,8 @@
-"""Parts of a tensor along one axis, rebuilt from the matching parts of its operands.
+"""Computes parts of a tensor along one axis from parts of its operands.
 
-Suppose that views, casts and a cat along the features follow ``K = cat([K_a, K_b], heads)``. In the result, the heads
-of ``K_a`` depend on ``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, and
-:class:`PartMaker` builds a part.
+For example, ``K = cat([K_a, K_b], heads)`` may be followed by views, casts and a cat along the features. The heads of
+``K_a`` in the result depend only on ``K_a``. :class:`AxisParts` finds where the parts meet, and :class:`PartMaker`
+builds a part.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Interval:
 class AxisParts:
     """Finds what the positions along an axis of a tensor depend on.
 
-    ``weights``: nodes computed from weights only. ``ends``: nodes upstream of which the walk does not continue.
-    ``made_of``: a function that returns what a node without a step depends on. Its results tell parts apart.
+    ``weights``: nodes computed from weights only. ``ends``: nodes at which the walk ends. ``made_of``: a function that
+    returns what a node without a step depends on. If it returns different results, the positions belong to different
+    parts.
     """
 
     weights: Collection[fx.Node]
@@ -64,7 +65,7 @@ class AxisParts:
         return None if node in self.ends or self.is_weight(node) else step(node, dim)
 
     def stacked(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...] | None:
-        """Return the tensors stacked along axis ``dim`` of ``node``, one per position; None if there are none."""
+        """Return the tensors stacked along axis ``dim`` of ``node``, one per position; None if nothing is stacked."""
         how = None if node in self.ends or self.is_weight(node) else decode(node)
         return how.parts if isinstance(how, Stack) and how.dim == dim else None
 
@@ -85,8 +86,8 @@ class AxisParts:
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
-        # The depth of the recursion is bounded. Anything farther upstream is treated as one dependence, and the
-        # attention may then stay whole.
+        # The depth of the recursion is bounded. Everything farther upstream is treated as one dependence. The attention
+        # may then stay whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
             stacked = self.stacked(node, dim)
@@ -102,7 +103,7 @@ class AxisParts:
                     if low < high:
                         found.append(Interval(low, high, run.made))
             return found
-        # If each position has its own weight (heads in a batched product), no two positions have the same dependences.
+        # If each position has its own weight (heads in a batched product), each position is a run.
         if how.own_rows and any(map(self.is_weight, how.reads)):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(map(self.is_weight, how.reads)):  # columns of one weight
@@ -119,7 +120,10 @@ class AxisParts:
         return frozenset() if node in self.ends or self.is_weight(node) else self.made_of(node)
 
     def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
-        """Return the operators from ``products`` to ``node``, each with its axis; None if one mixes or joins it."""
+        """Map each operator between ``products`` and ``node``, with its axis, to its step along this axis.
+
+        ``dim`` is the axis of ``node``. Return None if an operator joins the axis or mixes its positions.
+        """
         found: dict[tuple[fx.Node, int], Blind] = {}
         queue = [(node, dim)]
         while queue:
@@ -127,14 +131,14 @@ class AxisParts:
             if one in found:
                 continue
             how = self.step(*one)
-            # The axis is joined or mixed inside the core, so its parts would not be separate attentions.
+            # If the core joins or mixes the axis, its parts are not separate attentions.
             if not isinstance(how, Blind):
                 return None
             found[one] = how
             if one[0] not in products:
                 inside = [(n, p.dim) for n, p in how.reads.items() if _leads_to(products, n, self.ends)]
                 whole = [n for n in one[0].all_input_nodes if n not in how.reads and n not in self.ends]
-                # If an operand that is read whole depends on the scores, it ties the groups together.
+                # If an operand that is read whole depends on the scores, the groups are not independent.
                 if any(_leads_to(products, n, self.ends) for n in whole):
                     return None
                 queue += inside
@@ -151,7 +155,7 @@ def _scaled(run: Interval, unit: int, inner: int) -> Interval:
 
 
 def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
-    """Drop the cuts of ``runs`` that do not lie between two units of ``inner`` positions."""
+    """Keep only the cuts of ``runs`` that lie between two units of ``inner`` positions."""
     found: list[Interval] = []
     for run in runs:
         # A cut inside a unit would split a position of the result, so the previous run is extended instead.
@@ -183,7 +187,7 @@ def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _long(node: fx.Node) -> int:
-    """Return the first axis with more than one position, because only such an axis has steps; 0 if there is none."""
+    """Return the first axis with more than one position; 0 if there is none. Other axes have no step."""
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
@@ -215,7 +219,7 @@ class PartMaker(Repeater):
     def _copied(self, node: fx.Node) -> fx.Node:
         """Return the copied tensor if ``node`` is a copy into a target. Otherwise return ``node``.
 
-        The copy itself need not be built.
+        The copy itself is skipped.
         """
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
@@ -236,7 +240,7 @@ class PartMaker(Repeater):
                 for p in inside
             ]
             return made[0] if len(made) == 1 else self.builder.call(aten.cat.default, made, dim)
-        # The part starts or ends within a unit, so it has to be sliced from the whole result.
+        # A part that starts or ends within a unit has to be sliced from the whole result.
         if start % how.unit or stop % how.unit:
             return self._slice(node, dim, start, stop)
         new = {

@@ -1,9 +1,9 @@
-"""The operators through which the heads of an attention pass separately, from weights to the output that mixes them.
+"""Finds the operators that keep the heads of an attention apart.
 
-In ``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``, head h of the merged output depends on head h
-of q, K and V. Head h of q depends on the rows of W that belong to head h, and K and V depend on their weights in the
-same way. :func:`find_region` follows the head axis downstream to the last operator that keeps heads apart. From there,
-it follows the axis upstream to tensors that have no heads or have other readers.
+Consider ``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``. Head h of the merged output depends on
+head h of q, K and V. Head h of q depends on the rows of W for head h, and K and V depend on their weights in the same
+way. :func:`find_region` follows the head axis downstream to the last operator that keeps heads apart. From this
+operator, it follows the axis upstream to tensors that have no heads or have other readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH
 
 MOST_STEPS = 4 * REACH
-"""The most operators of a region: one attention's queries, keys, values and output, each with its path to a weight.
+"""The most operators of a region: the paths of one attention's queries, keys, values and output.
 
 A longer walk does not follow heads. It follows a batch axis, which leads back to the first layer of the model.
 """
@@ -40,9 +40,9 @@ class Region:
         dim: the axis of ``out`` that has the heads as its outer factor.
         heads: the number of heads.
         parts: the analysis that knows where the walk ends.
-        core: the operators that are computed in parts, each with an axis of its result. The values are the steps, which
-            say how an operator reads its operands.
-        whole: operands that are not computed in parts. Each part reads them whole or sliced.
+        core: the operators that are computed in parts, each with an axis of its result. The values are steps, which say
+            how operators read their operands.
+        whole: operands that are not computed in parts. Each part reads these operands whole or sliced.
     """
 
     out: fx.Node
@@ -61,7 +61,7 @@ class Region:
         """Return the bounds that cut axis ``dim`` into at most ``most`` groups of heads; None if this is impossible.
 
         The bounds include both ends of the axis. No cut separates positions that an operator computes together, such as
-        the queries that share a key head.
+        query heads that share a key head.
         """
         length = shape(self.out)[self.dim]
         assert isinstance(length, int)
@@ -116,14 +116,17 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
         if not read:
             inside = {node for node, _ in core}
             operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)
-            # A split is not a tensor. Its parts refer to the tensor that was split.
+            # A split is not a tensor, so it is left out. Its results refer to the tensor that was split.
             whole = tuple(n for n in operands if n not in inside and is_tensor(n))
             return Region(out, along, heads, parts, core, whole)
         ends |= read
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read values of ``node``, perhaps through a split, and not only its size or dtype."""
+    """Yield the nodes that read values of ``node``, perhaps through a split.
+
+    Nodes that read only the size or dtype are left out.
+    """
     for user in node.users:
         if is_tuple(user):
             yield from user.users
@@ -169,7 +172,7 @@ def _operands(how: BackwardStep) -> list[tuple[fx.Node, int]]:
 
 
 def _read_whole(core: Mapping[tuple[fx.Node, int], BackwardStep], out: fx.Node) -> set[fx.Node]:
-    """Return the nodes of ``core`` that are read whole: outside of ``core``, or by an operator that mixes heads."""
+    """Return the nodes of ``core`` that are read whole, outside of ``core`` or by an operator that mixes heads."""
     in_parts: dict[fx.Node, set[fx.Node]] = {}
     mixes: set[fx.Node] = set()
     for (node, _), how in core.items():

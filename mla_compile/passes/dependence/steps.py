@@ -1,9 +1,9 @@
-"""How positions along one axis of a result follow from positions of its operands, operator by operator.
+"""Finds on which positions of the operands each position along an axis of the result depends.
 
-Consider an axis of ``softmax(q k^T) v`` that no operator mixes. Position h along this axis needs only position h of the
-same axis of q, k and v. An operator over parts of its operands then gives a part of its result. This dependence is
-called a step. An operator has no step along an axis that it mixes (a product that sums over it, a softmax or a norm
-along it), or if there is no rule for the operator.
+Along the head axis of ``softmax(q k^T) v``, position h of the result needs only position h of q, k and v. Parts of the
+operands therefore give a part of the result. This dependence is called a *step*. An operator has no step along an axis
+that it mixes. Examples are an axis that a product sums over, and an axis along which a softmax or norm works. Operators
+without a rule have no step either.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ALONG_ONE = {
     "cumsum": (1, "dim"), "cumprod": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims"), "index_select": (1, "dim"),
     "gather": (1, "dim"), "scatter": (1, "dim"), "index_copy": (1, "dim"), "index_add": (1, "dim"),
 }  # fmt: skip
-"""Operators that keep the axes of their first operand, each with the argument for the axes along which it works."""
+"""Operators that keep the axes of their first operand, each with the position and name of its axis argument."""
 
 Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 
 
 @dataclass(frozen=True)
 class OperandAxis:
-    """Axis ``dim`` of an operand. A unit of the result (see :class:`Blind`) reads ``inner`` positions of it."""
+    """Axis ``dim`` of an operand. Each unit of the result (see :class:`Blind`) reads ``inner`` positions."""
 
     dim: int
     inner: int = 1
@@ -45,9 +45,9 @@ class Blind:
     """A step in which each unit of the result depends on the same unit of each operand in ``reads``.
 
     Operands that are not in ``reads`` are read whole. ``unit``: the number of positions in a unit. ``reshaped``:
-    whether the operator's arguments give the shape of its result. ``instead``: for operators with one operand, an
-    operator that computes a part of the result from a part of the operand, and its further arguments. ``own_rows``:
-    whether the operator is a product whose operands both have the axis.
+    whether the operator's arguments give the shape of its result. ``instead``: the operator that computes a part of the
+    result in place of the original, and its arguments after the operand. ``own_rows``: whether the operator is a
+    product and both of its operands have the axis.
     """
 
     reads: Mapping[fx.Node, OperandAxis]
@@ -68,7 +68,7 @@ BackwardStep = Blind | Joined
 
 
 def step(node: fx.Node, dim: int) -> BackwardStep | None:
-    """Return the step along axis ``dim`` of ``node``; None if the dependences of its positions cannot be told apart."""
+    """Return the step along axis ``dim`` of ``node``; None if there is no step."""
     length = shape(node)[dim] if is_tensor(node) else 1
     # If the length is not known, there are no positions to name. An axis of size 1 has no parts.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
@@ -77,10 +77,9 @@ def step(node: fx.Node, dim: int) -> BackwardStep | None:
 
 
 def per_position(node: fx.Node, dim: int) -> Blind | None:
-    """Return the step along axis ``dim`` of an operator that treats each position in the same way.
+    """Return the step along axis ``dim`` if each position needs one position of each operand in ``reads``.
 
-    Unlike :func:`step`, this function names no positions, so the length may be symbolic. Return None if there is no
-    such step, if the axis has size 1, or if a unit has several positions.
+    Unlike in :func:`step`, the length may be symbolic. Return None if there is no such step, or if the axis has size 1.
     """
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return None
@@ -93,8 +92,8 @@ def per_position(node: fx.Node, dim: int) -> Blind | None:
 def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     """Return the operands that have axis ``dim`` of ``node``, each with the index of this axis in the operand.
 
-    It does not matter whether ``node`` mixes positions along the axis. Unlike :func:`step`, this function names no
-    positions, so lengths may be symbolic. Operands that broadcast along the axis are left out.
+    ``node`` may mix positions along the axis. Unlike in :func:`step`, lengths may be symbolic. Operands that broadcast
+    along the axis are left out.
     """
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
@@ -133,7 +132,7 @@ def reduced(node: fx.Node) -> tuple[int, ...]:
 
 
 def worked_along(node: fx.Node) -> tuple[int, ...]:
-    """Return the axes along which ``node`` reads positions other than the one it writes.
+    """Return the axes along which a result position of ``node`` depends on other positions.
 
     ``node`` must have the axes of its first operand.
     """
@@ -158,7 +157,7 @@ def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     if rule is not None:
         return rule(node, dim, length)
     tags = getattr(node.target, "tags", ())
-    # A random operator would draw other numbers for a part, so it is not enough that an operator is pointwise.
+    # A random operator is refused, because it would draw other numbers for a part.
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return _pointwise(node, dim, length) if pointwise else None
 
@@ -168,8 +167,8 @@ def _reads(
 ) -> Blind | None:
     """Return the step that reads each operand in ``pairs`` along its axis.
 
-    A negative axis means that the operand broadcasts. Return None if all operands broadcast, if one would be read along
-    two axes, or if lengths differ.
+    A negative axis means that the operand broadcasts. Return None if all operands broadcast, if an operand would be
+    read along two axes, or if lengths differ.
     """
     reads: dict[fx.Node, OperandAxis | None] = {}
     for node, dim in pairs:
@@ -177,7 +176,7 @@ def _reads(
         if not broadcast and not same(shape(node)[dim], length):
             return None
         place = None if broadcast else OperandAxis(dim)
-        # In `x + x.T`, position h needs both row h and column h of x. A part of x does not have both.
+        # In `x @ x`, row h of the result needs row h of the first x, but the whole second x. A part of x is not enough.
         if reads.setdefault(node, place) != place:
             return None
     # Operands that broadcast along the axis are read whole by each part.
@@ -212,8 +211,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     rank, over = len(shape(node)), argument(node, 1, "dim")
     if over is None:
         return None
-    # A softmax names its axis. layer_norm and rms_norm are given the sizes of the last axes, so the number of sizes is
-    # used.
+    # A softmax takes an axis. layer_norm and rms_norm take the sizes of the last axes, so the number of sizes is used.
     along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
     return None if dim in along else _first(node, dim, length)
 
@@ -230,8 +228,8 @@ def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> B
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
-    # The operand does not have this axis, so all of its positions are equal. Only an expansion can be given another
-    # size for it.
+    # The operand does not have this axis, so all positions of the axis are equal. Only an expansion accepts another
+    # size.
     expands = isinstance(how, moves.Expand) and not how.map.read_along(dim)
     return Blind({}, reshaped=True) if expands else None
 
@@ -241,8 +239,7 @@ def _along(node: fx.Node, how: moves.Along, dim: int, length: int) -> BackwardSt
         return None if how.axis_parts is None else Joined(how.axis_parts)
     if not isinstance(how, moves.Slice):
         return _reads([(x, dim) for x in how.operands], length)
-    # A part of a split's member is written as a slice, because the member itself refers to the split of the whole
-    # tensor.
+    # A part of a split's result is built as a slice, because the split itself cuts the whole tensor.
     instead = None if how.bounds is None else (aten.slice.Tensor, (how.dim, *how.bounds))
     return None if instead is None else _reads([(how.x, dim)], length, instead)
 
@@ -270,7 +267,7 @@ def _product(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 
 
 def _linear(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
-    """Handle a linear. Its last axis belongs to the weight's rows and the bias, its other axes to the operand."""
+    """Handle ``linear``. The last axis of the result comes from the weight and bias. All other axes come from ``x``."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     beside = [] if bias is None else [bias]
     if dim < len(shape(node)) - 1:
@@ -281,8 +278,8 @@ def _linear(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     """Handle PyTorch's attention. All axes except the last two are independent. K and V may have fewer heads."""
     rank = len(shape(node))
-    # The last two axes have no steps: `is_causal` would mask a part of the queries as if it were the first queries.
-    # Dropout would draw other numbers for a part.
+    # The last two axes have no steps: `is_causal` would mask any part of the queries like the first queries. Dropout
+    # would draw other numbers for a part.
     if dim >= rank - 2 or argument(node, 4, "dropout_p", 0.0) != 0.0:
         return None
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
@@ -294,8 +291,8 @@ def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     grouped = bool(argument(node, 7, "enable_gqa", False)) and dim == rank - 3 and not same(heads, length)
     if not grouped or same(heads, 1):
         return _reads([*pairs, (k, dim), (v, dim)], length)
-    # With grouped heads, q and k differ in length along the axis, so their places are given separately. A tensor that
-    # is both q and k would need two places at once.
+    # If heads are grouped, q and k have different lengths along the axis. A tensor that is both q and k would then need
+    # two places.
     found = _reads(pairs, length)
     if found is None or not isinstance(heads, int) or not same(shape(v)[dim], heads) or {k, v} & {n for n, _ in pairs}:
         return None

@@ -1,8 +1,7 @@
 """Writes calls of flex_attention as plain attention, if they have a block mask or their log-sum-exp is used.
 
-The log-sum-exp may only be used for a factor of the output, ``sigmoid(lse - sink)`` in any form. The call and the
-factor together are then an attention with a sink. A call without a block mask whose log-sum-exp is not used stays as it
-is, because later passes read it directly.
+The log-sum-exp may only be used to multiply the output by ``sigmoid(lse - sink)``, in any spelling. The call and this
+factor together are an attention with a sink. Other calls stay, because later passes read them directly.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def plain_flex(
     """Return the node to replace, and the plain attention that computes it.
 
     The node is the output of ``call``, or the product of this output with a factor for sinks. ``alive``: the nodes that
-    the graph's outputs need. Return None if later passes read ``call`` itself or do not analyse it. Raises
-    ``UntoldError`` if ``call`` is not a plain attention.
+    the graph's outputs need. Return None if later passes read ``call`` itself, or if :func:`read_flex` cannot read
+    ``call``. Raises ``UntoldError`` if ``call`` is not a plain attention.
     """
     flex = read_flex(call)
     if flex is None:
@@ -66,7 +65,7 @@ def _modified(flex: Flex, builder: Builder, scores: fx.Node) -> fx.Node:
 
 
 def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
-    # If a mask does not read the batch or head index, it is computed once along that axis.
+    # A mask that does not read the batch or head index is computed once for all batch entries or heads.
     lead = [builder.size(flex.q, d) if read else 1 for d, read in enumerate(mask.indexed)]
     sizes = (*lead, builder.size(flex.q, 2), builder.size(flex.k, 2))
     indices = [builder.call(aten.arange.default, n, device=val(flex.q).device) for n in sizes]
@@ -97,7 +96,7 @@ def _sunk(call: fx.Node, out: fx.Node, log2_of_sum: fx.Node, alive: Collection[f
     def readers(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.users if n in alive]
 
-    # The last node is tried first, because a product without the last factor would leave a use of the log-sum-exp.
+    # The last node is tried first, because a product without the last factor would leave the log-sum-exp in use.
     for node in reversed(list(reachable([out], readers, REACH))):
         steps = factored(node, lambda n: n is out)
         sunk = None if steps is None or not steps.ends_with_a_factor else _read(node, steps, log2_of_sum)

@@ -1,18 +1,17 @@
 """Attention operators of libraries, by their qualified names. No library is imported.
 
-The tables contain only what a library documents: the effect of an argument on the scores, and the key at which a
-diagonal is aligned if there are more keys than queries. An argument name means the same in all of these libraries. A
-later release with more arguments can therefore be read too, as long as the new arguments have their defaults. The
-sources are:
+The tables contain only what a library documents: how an argument affects the scores, and at which key a diagonal is
+aligned if there are more keys than queries. An argument name means the same in all of these libraries. A later release
+with more arguments can therefore be read too, as long as the new arguments have their defaults. The sources are:
 
 * FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``): docstrings of ``flash_attn_func`` and
   ``flash_attn_with_kvcache``. This includes builds for vLLM and for Hugging Face's ``kernels`` package, whose
   namespaces end in the hash of a build. Builds for vLLM, which transformers uses too, take a sink of each head as
   ``s_aux``.
-* xformers: docstring of ``memory_efficient_attention``. xformers itself checks that no diagonal from the first key is
-  passed to FlashAttention, whether to its own build or to torch's build.
-* torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere, the alignment of ``is_causal`` is not documented,
-  so ``is_causal`` is only read if there are as many queries as keys.
+* xformers: docstring of ``memory_efficient_attention``. xformers itself never passes a diagonal that begins at
+  the first key to FlashAttention, neither to its own build nor to torch's build.
+* torch: ``CustomMaskType`` of the memory-efficient kernel. For other operators, the alignment of ``is_causal`` is not
+  documented, so ``is_causal`` is only read if there are as many queries as keys.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _WORDS = {
     **dict.fromkeys(("b", "bias", "attn_bias", "attn_mask"), "bias"),
     "s_aux": "sinks",
 }
-"""Names of the arguments that affect the result, and the word for each argument in this package."""
+"""The arguments that affect the result, each with this package's word for the argument."""
 
 INERT = frozenset(
     (
@@ -73,7 +72,7 @@ class Fused:
 
 
 _FLASH = Fused()
-# In operators with a cache, `k` and `v` (or `k_new` and `v_new`) are the keys and values to be appended.
+# In operators with a cache, `k` and `v` (or `k_new` and `v_new`) are appended keys and values.
 _WITH_CACHE = Fused(words={**_WORDS, "kcache": "k", "vcache": "v", "k": "appended", "v": "appended"})
 _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"})
 _OF_TORCH = Fused(heads_first=True, diagonal="same")

@@ -1,13 +1,13 @@
-"""Writes the plain attention that a library's fused operator computes, as nodes.
+"""Adds nodes for the plain attention that a library's fused operator computes.
 
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, with tokens before heads
 
 After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. If the scores are
-modified or there are sinks, the result is two products with a softmax between them instead. Both products are in
-float32 or wider, as in the kernels themselves.
+modified or there are sinks, two products with a softmax between them are added instead. Both products are in float32 or
+wider, like in the kernels.
 
-Query s of S sees key t of T if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation), where S
-and T count queries and keys of one sequence. For a query that sees no key, the result is zero, as in PyTorch's fused
+Query s sees key t if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation). S and T are the
+numbers of queries and keys of one sequence. For a query that sees no key, the result is zero, as in PyTorch's fused
 attention.
 """
 
@@ -46,16 +46,16 @@ class Plain:
 
     Attributes:
         q: [B,S,H,D], or [B,H,S,D] if ``heads_first``; without heads [B,S,D]; packed [S,H,D].
-        k, v: in the layout of ``q``, with T tokens. There may be fewer heads than in ``q``, each of which then serves
+        k, v: in the layout of ``q``, with T tokens. If ``k`` and ``v`` have fewer heads, each of their heads serves
             several neighbouring heads of ``q``.
         heads_first: whether the heads come before the tokens in the shapes.
         scale: the factor of the scores.
-        modify: a function that adds the nodes that change all scores [B,H,S,T] at once; None: scores stay as they are.
+        modify: a function that adds nodes to change the scores [B,H,S,T]; None: scores stay as they are.
         left, right: how many keys before and after the diagonal are seen; None: all.
         first: whether the diagonal begins at the first key. Otherwise, it ends at the last key.
         starts: where each packed sequence starts among the queries, and among the keys; integers [n+1].
         used: the number of keys of each batch entry or packed sequence; integers [n].
-        bias: a tensor that is added to the scores; or a boolean mask that is True where a key is seen.
+        bias: a tensor that is added to the scores, or a boolean mask that is True where a key is seen.
         sinks: an additional score, without a value, for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1].
             Sinks are not scaled, modified or masked.
         views: nodes that permute or reshape the result, one after the other.
@@ -122,8 +122,7 @@ class _PlainWriter:
             core = (attention,)
         out = viewed(self.builder, self._as_given(attention), plain.views)
         out = self.builder.cast(out, val(self.anchor).dtype)
-        # Existing views of the result were traced on the memory layout of the library's operator, so the layout is
-        # kept.
+        # The memory layout of the library's operator is kept, because existing views of the result were traced on it.
         return PlainNodes(core, same_layout(self.builder, out, self.anchor), self.builder)
 
     def _heads_first(self, x: fx.Node) -> fx.Node:
@@ -195,8 +194,8 @@ class _PlainWriter:
         columns = self._counted(q, self.builder.size(k, -2))
         rows = call(aten.unsqueeze.default, rows, 1)
         ends = call(aten.slice.Tensor, starts_q, 0, 1, None)
-        # A query belongs to the sequence whose index is the number of sequences that ended before the query. Beyond the
-        # last sequence, results are undefined, so the index is only kept in bounds.
+        # The index of a query's sequence is the number of sequences that ended before the query. After the last
+        # sequence, results are undefined, and the index only has to stay in bounds.
         own = call(aten.sum.dim_IntList, call(aten.ge.Tensor, rows, ends), [1])
         last = self.builder.size(ends, 0)
         most = call(operator.sub, last, 1) if isinstance(last, fx.Node) else last - 1
@@ -238,7 +237,7 @@ class _PlainWriter:
     def _in_two_products(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """Add two products with a softmax between; return the products and the result. K and V may have fewer heads."""
+        """Add two products and a softmax, and return the products and the result. K and V may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -272,8 +271,8 @@ class _PlainWriter:
 
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
-        # A sink of minus infinity is clamped to a finite number. It then takes no share from visible keys. In a row
-        # without visible keys, it takes the whole share, so the result is zero.
+        # A sink of minus infinity is clamped to a finite number. The sink then takes no share from visible keys. In a
+        # row without visible keys, the sink takes the whole share, so the result is zero.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
         if len(shape(column)) == 1:
             column = call(aten.view.default, column, [-1, 1, 1])

@@ -82,9 +82,9 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether ``node`` is torch's own attention with a causal mask and different numbers of queries and keys.
+    """Whether ``node`` is torch's attention with a causal mask and different numbers of queries and keys.
 
-    There must be no other mask and no dropout.
+    Another mask or dropout is not allowed.
     """
     if packet(node) is not aten.scaled_dot_product_attention:
         return False
@@ -108,7 +108,7 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # After its results, the call returns the new values of the arguments that the operator may write into.
+        # After the operator's own results, the call returns new values of arguments that the operator may write into.
         own = len(_schema(call).returns)
         of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
@@ -136,7 +136,7 @@ def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict
 def _arguments(call: fx.Node, fake_mode: FakeTensorMode | None) -> list[tuple[str, Any, object]]:
     """Return the name, value and default of each argument.
 
-    For an argument that the operator may mutate, this is the value before the call.
+    Arguments that the operator may mutate are listed with their values before the call.
     """
     try:
         functional = not isinstance(call.target, torch._ops.OpOverload)

@@ -1,8 +1,8 @@
-"""Arguments that an operator may write into, read from the functionalized call.
+"""Reads the arguments that an operator may write into from a functionalized call.
 
-A functionalized call is given whole tensors, the *bases*. For each such argument, it is also given the index of the
-argument's base, and the argument's sizes, strides and memory offset within this base. If these describe a permuted
-slice of a dense base, the argument is read as that slice.
+The call receives whole tensors, the *bases*. An argument that may be written is given by the index of a base, and by
+sizes, strides and a memory offset within this base. If these numbers describe a permuted slice of a dense base, the
+argument is read as the slice.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class SizeSources:
         for node, axes in operands:
             for dim, axis in enumerate(axes):
                 if len(axis) == 1:
-                    # Only an axis of one atom shows that atom's size: `sym_size` of a merged axis is the product.
+                    # Only an axis with a single atom shows the atom's size. For a merged axis, `sym_size` returns the
+                    # product.
                     self._at.setdefault(axis[0], (node, dim))
 
     def show(self, axis: Axis, node: fx.Node, dim: int) -> None:
@@ -49,7 +50,7 @@ class SizeSources:
     def shape(self, axes: Sequence[Axis]) -> list[Dim]:
         """Return the shape of a tensor with these axes.
 
-        At most one size is left as -1, for a reshape to infer: that of an axis with a symbolic factor.
+        At most one symbolic size is left as -1. A reshape infers this size.
         """
         dims: list[Dim] = []
         for axis in axes:
@@ -85,8 +86,7 @@ def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, tar
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
-    # The reshape leaves out atoms that the node lacks. An axis of only such atoms is inserted with size 1, so it
-    # broadcasts.
+    # The reshape skips atoms that the node lacks. An axis that has only such atoms is inserted later, with size 1.
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
         node = aligned(builder, node, own, flatten(present))
@@ -123,7 +123,7 @@ def spread(builder: Builder, sizes: SizeSources, node: fx.Node, atoms: Sequence[
 
 
 def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
-    """Return ``new`` in the dtype and memory order of ``old``, so that views traced on its strides stay valid."""
+    """Return ``new`` in the dtype and memory order of ``old``. Views that were traced on ``old`` stay valid."""
     new = builder.cast(new, val(old).dtype)
     stride, wanted = val(new).stride(), val(old).stride()
     sizes = val(old).shape
@@ -134,8 +134,8 @@ def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
     order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
     order = [d for d in range(len(sizes)) if d not in relevant] + order
     inverse = [order.index(d) for d in range(len(sizes))]
-    # `clone` alone would keep the strides of its input. Here the tensor is permuted to the wanted order, made
-    # contiguous and permuted back. It then has the strides of `old`, and a `view` that was legal on `old` stays legal.
+    # `clone` alone would keep the strides of `new`. The tensor is therefore permuted to the wanted order, made
+    # contiguous and permuted back. The result has the strides of `old`.
     new = builder.call(aten.permute.default, new, order)
     new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
     return builder.call(aten.permute.default, new, inverse)

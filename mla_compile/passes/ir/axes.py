@@ -1,14 +1,13 @@
 """Axes as products of atoms.
 
 A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature", an
-analysis has to follow the factors of the axes. An axis is therefore a row-major product of *atoms*, as in einops'
-``(h d)``. A size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be
-confused.
+analysis follows their factors. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``. A size-1
+axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
 
 An :class:`IndexMap` says where a rearranging operator moves each position. It gives the axes before and after the
 operator as products of the same atoms (einops' ``a (b c) -> c (a b r)``). The position along each atom stays the same.
-An atom that only the result has repeats values. From the axes on one side of the operator, an analysis gets the axes on
-the other side.
+Values repeat along an atom that is only in the result. From the axes on one side of the operator, the map gives the
+axes on the other side.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Atom:
         self.splits: dict[Size, tuple[Atom, Atom]] = {}
 
     def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
-        # Splits are cached, because tensors that share the atom are split one by one and must share its parts
-        # afterwards.
+        # Splits are cached because tensors that share an atom are split one by one and must share the new atoms too.
         if outer not in self.splits:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
@@ -83,7 +81,7 @@ def axis_size(axis: Iterable[Atom]) -> Size:
 
 
 def fixed_size(axis: Iterable[Atom]) -> int:
-    """Return the size of an axis of a weight, which is never symbolic."""
+    """Return the size of a weight's axis. Weights never have symbolic sizes."""
     size = axis_size(axis)
     assert isinstance(size, int), "weights have fixed sizes"
     return size
@@ -92,8 +90,7 @@ def fixed_size(axis: Iterable[Atom]) -> int:
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
     """Reshape a row-major product of atoms to axes of the given sizes; return the axes and the splits of atoms.
 
-    Return None if an axis would end inside an atom that cannot be split there, as in a reshape of ``[6]`` to
-    ``[4, ...]``.
+    Return None if an axis would end inside an atom that cannot be split there. Example: ``[6]`` to ``[4, ...]``.
     """
     queue = list(atoms)
     split: Split = {}
@@ -113,8 +110,8 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
                 taken.append(atom)
                 need = rest
                 continue
-            # The atom extends past the axis: its outer part ends this axis, and its inner part begins the next
-            # (row-major).
+            # The atom extends past the axis. Its outer factor ends this axis, and its inner factor begins the next
+            # axis.
             inner = quotient(atom.size, need)
             if inner is None:
                 return None
@@ -123,8 +120,7 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
             queue.insert(0, split[atom][1])
             need = 1
         axes.append(tuple(taken))
-    # If atoms are left over, the product of the sizes is not provably the whole, as with symbols that only a guard
-    # relates.
+    # If atoms are left over, the sizes are not proved to cover the whole tensor.
     return (tuple(axes), split) if not queue else None
 
 
@@ -185,14 +181,14 @@ class IndexMap:
 
 
 def _carried(own: Axes, other: Axes, axes: Axes) -> tuple[Axes, Split] | None:
-    """Return the axes ``other`` with the atoms of ``own`` replaced by those of ``axes``, and the splits this needs."""
+    """Return ``other`` with the atoms of ``own`` replaced by the atoms of ``axes``, and the necessary splits."""
     found: dict[Atom, Axis] = {}
     split: Split = {}
     spare: Axis = ()
     for known, given in zip(own, axes, strict=True):
         factors = [atom for atom in known if atom.size != 1]
         given = (*spare, *given)
-        spare = () if known else given  # an atom of size 1 moves to the next axis
+        spare = () if known else given  # atoms given for an empty axis have size 1 and move to the next axis
         found |= dict.fromkeys(known, ())
         if len(factors) == 1 or len(known) == 1:  # the axis moves as a whole, even if a segment has another width
             found[(factors or known)[0]] = given
@@ -235,9 +231,9 @@ def expanded(old: tuple[Size, ...], new: tuple[Size, ...]) -> IndexMap:
 
 @lru_cache(maxsize=4096)
 def repeated(sizes: tuple[Size, ...], counts: tuple[int, ...], *, interleaved: bool) -> IndexMap:
-    """Return the map that repeats each axis as often as its count says.
+    """Return the map of a repeat, with one count for each axis of the result.
 
-    ``interleaved``: each position is repeated. Otherwise the axis is repeated as a whole.
+    ``interleaved``: repeat each position. Otherwise, repeat the axis as a whole.
     """
     own = _whole(sizes)
     axes = (*[()] * (len(counts) - len(own)), *own)

@@ -38,12 +38,11 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
 
 
 def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
-    """Return the bytes that a rank receives in one call of ``graph``, for each name of a collective operator.
+    """Return the bytes that a rank receives in one call of ``graph``, by name of the collective operator.
 
-    Sizes are those seen at tracing. The algorithms are assumed to be optimal. With n ranks, a rank receives the n - 1
-    operands of the other ranks in an all-gather. In any other collective, it receives (n - 1)/n of the size of its
-    operand. An all-reduce counts twice, as a reduce-scatter and an all-gather. ``ours``: count only the collectives
-    that passes added.
+    Operands have the sizes seen at tracing, and the algorithms are assumed to be optimal. With n ranks, an all-gather
+    receives n - 1 operands. Other collectives receive (n - 1)/n of an operand. An all-reduce receives twice this share,
+    because it is a reduce-scatter and an all-gather. ``ours``: count only the collectives that passes added.
     """
     found: dict[str, int] = {}
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))

@@ -49,14 +49,14 @@ class Expr:
         return tuple(int(d) for d in self.value.shape)
 
     def call(self, op: Callable[..., object], *args: object, **kwargs: object) -> Expr:
-        """Apply ``op`` to this expression, which becomes the first argument unless ``args`` already contains it."""
+        """Apply ``op``. This expression becomes the first argument, unless ``args`` already contains the expression."""
         # `einsum` and `cat` take a list of operands, so this expression may be inside an argument.
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
         value = _value(self.fake_mode, op, _each(everything, lambda e: e.value), kwargs)
         return Expr(value, self.fake_mode, None, op, everything, kwargs)
 
     def view(self, shape: Sequence[int]) -> Expr:
-        """Return the same values in another shape; this copies only if the strides require it."""
+        """Return the same values in another shape, copied only if the strides require a copy."""
         if tuple(shape) == self.shape:
             return self
         return self.call(aten.reshape.default, list(shape))
@@ -76,7 +76,7 @@ class Expr:
     def is_view(self) -> bool:
         """Whether the expression only selects or rearranges elements of one leaf.
 
-        Any other operator may round.
+        Any other expression may round.
         """
         if self.node is not None:
             return True
@@ -131,7 +131,7 @@ class Expr:
         return visit(self)
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Evaluate the expression in ``dtype``, if given. ``values`` holds the values of the leaves by node name."""
+        """Evaluate the expression in ``dtype``, if given. ``values`` maps node names to values of leaves."""
         # Each subexpression is computed once, because it may be shared and may be a large matrix product.
         memo: dict[Expr, object] = {}
 
@@ -143,14 +143,14 @@ class Expr:
         def one(expr: Expr) -> object:  # a tensor, or several if a weight was split
             if expr.node is not None:
                 leaf = values[expr.node.name]
-                # A tensor subclass is read through its inner tensors, which are cast where they are used.
+                # A tensor subclass is not cast here. Its inner tensors are cast when they are read.
                 whole = dtype is None or is_traceable_wrapper_subclass(leaf)
                 return leaf if whole or not leaf.is_floating_point() else leaf.to(dtype)
             assert expr.op is not None
             if dtype is not None and is_foreign(expr.op):
                 return in_own_precision(expr)
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
-            # The dtype of casts is widened too: an exact evaluation must not round where the graph would.
+            # Casts are widened too, because an exact evaluation must not round.
             result = expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
             if expr.op is getattr and dtype is not None and isinstance(result, torch.Tensor):
                 return result.to(dtype) if result.is_floating_point() and result.element_size() > 1 else result
@@ -223,10 +223,10 @@ def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[st
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of weights, and the atom of each of its dimensions.
+    """A tensor of weights, with one atom for each dimension.
 
-    ``terms``: the same tensor as a sum of products of factors, such as W + B A of an adapter; empty if no such sum is
-    known. Each product is summed over the atoms that the tensor lacks.
+    ``terms``: the tensor as a sum of products, such as W + B A of an adapter; empty if no sum is known. Each term lists
+    the factors of one product. Atoms that are not in ``atoms`` are summed over.
     """
 
     expr: Expr
@@ -237,7 +237,7 @@ class Factor:
         return self.each(lambda f: Factor(f.expr, tuple(names.get(a, a) for a in f.atoms)))
 
     def split(self, split: Split) -> Factor:
-        """Return the same tensor with some atoms written as products of smaller ones."""
+        """Return the same tensor with some atoms written as products of smaller atoms."""
 
         def one(f: Factor) -> Factor:
             if not any(a in split for a in f.atoms):
@@ -248,7 +248,7 @@ class Factor:
         return self.each(one)
 
     def each(self, fn: Callable[[Factor], Factor]) -> Factor:
-        """Apply ``fn``, which must not mix elements along atoms, to the tensor and to the factors of its terms."""
+        """Apply ``fn`` to the tensor and to each factor in ``terms``. ``fn`` must not mix elements along atoms."""
         return replace(fn(self), terms=tuple(tuple(map(fn, term)) for term in self.terms))
 
 
@@ -258,7 +258,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(value: object, dtype: torch.dtype | None) -> Any:
-    """Return ``dtype``, if given, in place of a floating dtype (of a cast). Return any other ``value`` as it is."""
+    """Return ``dtype``, if given, instead of a floating-point dtype. Return any other ``value`` unchanged."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value
 
@@ -267,9 +267,9 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library or to one kind of machine and may lack the dtype of an exact evaluation.
+    """Whether ``op`` may support only some dtypes, because it belongs to a library or to one kind of machine.
 
-    Such an operator runs in its own precision, and its result is treated as exact.
+    Such an operator runs in its own precision, and the result is treated as exact.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False

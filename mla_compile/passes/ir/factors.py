@@ -70,8 +70,8 @@ def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | No
         return b if alpha == 1.0 else scaled(b, alpha)
     atoms = tuple(dict.fromkeys((*a.atoms, *b.atoms)))
     left, right = common_dtype(aligned(a, atoms), aligned(b, atoms))
-    # A tensor that lacks an atom broadcasts along the atom. A sum over the atom would nevertheless count the tensor's
-    # term only once, so the terms are dropped.
+    # If a tensor lacks an atom, a later sum over this atom would count the tensor's terms only once. The terms are
+    # therefore dropped.
     alike = len(a.atoms) == len(b.atoms) == len(atoms)
     terms = _few((*terms_of(a), *terms_of(scaled(b, alpha)))) if alike else ()
     return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms, terms)
@@ -105,7 +105,7 @@ def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
 
 
 def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
-    """Take ``start:stop:step`` of the dimension ``atom``. The result is the dimension ``into``."""
+    """Slice the dimension ``atom`` with ``start:stop:step``. The new dimension is ``into``."""
 
     def narrow(one: Factor) -> Factor:
         if atom not in one.atoms:
@@ -120,7 +120,10 @@ def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int
 
 
 def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
-    """Take the positions ``taken`` of ``axis`` as one dimension ``into``. ``f`` must have all atoms of ``axis``."""
+    """Slice the positions ``taken`` from ``axis``, all of whose atoms must be dimensions of ``f``.
+
+    The slice becomes one dimension with the atom ``into``. A slice of size 1 has no dimension.
+    """
     whole = axis[0]
     if len(axis) > 1:
         whole = Atom(axis_size(axis))

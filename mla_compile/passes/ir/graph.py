@@ -25,16 +25,16 @@ OURS = "mla_compile"
 ORIGIN = "mla_compile_origin"
 """Metadata key of a node that computes the same values as a node of the original graph.
 
-It holds the name of the node of the original graph.
+It holds the name of the original node.
 """
 
 DECIDED_BY = "mla_compile_decided_by"
 """Metadata key of a virtual node (:func:`virtual`). It holds the graph nodes that determine the node's value."""
 
 BESIDE = "mla_compile_beside"
-"""Metadata key of an input that holds rows in addition to a buffer that still holds K or V.
+"""Metadata key of an input that holds rows while another buffer still holds K or V.
 
-It holds the name of the buffer.
+The value is the name of the other buffer.
 """
 
 ROWS = "mla_compile_rows"
@@ -116,9 +116,9 @@ def axis(dim: int, rank: int) -> int:
 
 
 class Builder:
-    """Adds nodes before ``anchor`` with their fake values and the provenance of the anchor.
+    """Adds nodes before ``anchor``. Each new node has a fake value and the provenance of ``anchor``.
 
-    The graph stays valid after every call: metadata is never filled in later.
+    The graph is valid after every call, because no metadata is filled in later.
     """
 
     def __init__(self, anchor: fx.Node, fake_mode: FakeTensorMode | None) -> None:
@@ -147,7 +147,7 @@ class Builder:
         return self.insert(self.traced(function, operands), [n for n in operands if isinstance(n, fx.Node)])
 
     def traced(self, function: Callable[..., object], operands: Sequence[Argument]) -> fx.GraphModule:
-        """Trace ``function`` and return its operators as a graph, with the operands that are nodes as inputs."""
+        """Return the operators of ``function`` as a graph. The graph's inputs are the operands that are nodes."""
 
         def of_nodes(*values: torch.Tensor) -> object:
             # make_fx traces tensors only, so operands that are numbers are inserted here.
@@ -179,7 +179,7 @@ class Builder:
     def on_device(self, node: fx.Node, device: torch.device) -> fx.Node:
         """Move ``node``, which has one element, to ``device``.
 
-        Unlike torch's operators, mla_compile's own accept no CPU scalars.
+        This is needed because mla_compile's own operators accept no CPU scalars.
         """
         if val(node).device == device:
             return node
@@ -203,7 +203,7 @@ def new_input(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Insert the operators of ``traced`` before ``anchor``, copy its constants into ``gm``, and return its results."""
+    """Insert the operators of ``traced`` before ``anchor`` and return the results. Constants are copied into ``gm``."""
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with anchor.graph.inserting_before(anchor):
         for own in traced.graph.nodes:
@@ -213,8 +213,8 @@ def splice(
             node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
             if own.op == "get_attr":
                 name = str(own.target)
-                # Every trace names its constants `_tensor_constant0` and so on. Without new names, one would overwrite
-                # another.
+                # Every trace names its constants `_tensor_constant0` and so on. Without new names, constants would
+                # overwrite each other.
                 while hasattr(gm, name):
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
@@ -230,11 +230,11 @@ def virtual(
     *args: Argument,
     decided_by: Sequence[fx.Node] = (),
 ) -> fx.Node:
-    """Return ``op(of, *args)`` as a *virtual source*: a node outside the graph that an analysis can reason about.
+    """Return ``op(of, *args)`` as a *virtual source*, a node outside the graph.
 
-    A virtual source can be read like any node. It is not a user of its inputs, so it leaves no trace if it is not used.
-    :func:`materialize` adds it to the graph. ``decided_by``: the graph nodes that determine its value, for which a
-    verification draws numbers. The default is the nodes that determine ``of``.
+    Analyses can read a virtual source like any node. It is not listed among the users of its inputs, so the graph does
+    not change. :func:`materialize` adds a virtual source to the graph. ``decided_by``: the graph nodes that determine
+    the value. A verification draws numbers for these nodes. By default, they are the nodes that determine ``of``.
     """
     # `graph.call_function` would insert the node into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
@@ -263,7 +263,7 @@ _PICKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default}
 def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
     """Return the tensor that a virtual ``node`` slices or pads with zeros. Return any other ``node`` itself.
 
-    ``picked``: also look through virtual nodes that pick rows at the positions in a tensor.
+    ``picked``: also look through virtual nodes that index rows by a tensor.
     """
     while is_virtual(node) and (node.target in _SLICES or (picked and node.target in _PICKS)):
         node = args_of(node)[0]
@@ -271,9 +271,9 @@ def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
 
 
 def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return ``node`` if it is a node of the graph. Otherwise return a new node for it.
+    """Return ``node``. If ``node`` is virtual, add it to the graph and return the new node.
 
-    A virtual ``node`` is added before the builder's anchor, once per ``memo``.
+    New nodes are added before the builder's anchor, once per ``memo``.
     """
     if not is_virtual(node):
         return node
@@ -301,7 +301,7 @@ def evaluate_fake(
 
 
 def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Recompute the metadata of ``first``, and of the nodes downstream of it as far as strides change."""
+    """Recompute the metadata of ``first``, and of all downstream nodes that read a tensor whose strides changed."""
     # Nodes are visited in graph order, so the inputs of a node are up to date when it is visited.
     waiting, seen = [first], {first}
     while waiting:

@@ -25,8 +25,7 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     left, arrow, out = text.partition("->")
     inputs = left.split(",")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
-    # "..." may represent fewer axes in one operand than in another. As in broadcasting, these axes align from the
-    # right.
+    # "..." may cover fewer axes in one operand than in another. These axes align from the right, as in broadcasting.
     widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
     dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
     inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
@@ -35,7 +34,7 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
         joined = "".join(inputs)
         out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
     out = out.replace("...", dots)
-    # A repeated label takes a diagonal. It is refused, because two axes of one tensor cannot be one axis of its map.
+    # A repeated label takes a diagonal. Diagonals are refused because a linear map cannot describe them.
     return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
 
 
@@ -65,7 +64,7 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
 
 def matmul_labels(ra: int, rb: int) -> tuple[str, str, str]:
     """Return the labels of two matrices, batched or not, and of their product."""
-    # The matrices use x, y and z, so batch labels must not.
+    # Batch labels must differ from the matrix labels x, y and z.
     batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
     return batch[len(batch) - (ra - 2) :] + "xy", batch[len(batch) - (rb - 2) :] + "yz", batch + "xz"
 

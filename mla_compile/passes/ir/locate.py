@@ -18,11 +18,10 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 def locate(node: fx.Node) -> Location:
     """Return the node, its module path and the user's source line, as far as the trace recorded them."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    # The user's call is the innermost one outside of torch. Torch's frames appear because functions such as F.pad are
-    # written in Python.
+    # The user's call is the innermost frame outside of torch. Python functions such as F.pad add frames of torch.
     called = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
     file, line, code = called[-1] if called else (None, None, None)
-    # As with frames, the last entry is the innermost module.
+    # The last entry is the innermost module.
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(
         node=node.name,
@@ -42,7 +41,7 @@ def _operator(node: fx.Node) -> str:
 def _module_path(name: str) -> str:
     """Turn ``L['self'].model.layers.0.self_attn`` and its variants into ``model.layers.0.self_attn``."""
     name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
-    name = name.replace(".forward.module", "")  # an optimized part has an mla_compile object as its `forward`
+    name = name.replace(".forward.module", "")  # the `forward` of an optimized module is an object with a `module`
     name = re.sub(
         r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
     )

@@ -11,9 +11,9 @@ aten = torch.ops.aten
 
 
 def weights_of(builder: Builder, sums: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return each part's weight, and a mask that is True where the part sees no key and its weight is 0.
+    """Return each part's weight and a mask. If a part sees no key, the mask is True and the weight is 0.
 
-    ``sums`` [P,B,S,H]: the log-sum-exp of each part, which is minus infinity where the part sees no key.
+    ``sums`` [P,B,S,H]: the log-sum-exp of each part, or minus infinity if the part sees no key.
     """
     empty = builder.call(aten.eq.Scalar, sums, float("-inf"))
     # Softmax is used, not exp(sums - lse): with large scores, the rounding error of lse would scale the result.

@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Dropout:
-    """``x`` after a dropout, which drops values only if it is ``active``."""
+    """``x`` after a dropout. Values are dropped only if ``active``."""
 
     x: fx.Node
     active: bool
@@ -83,7 +83,7 @@ class Expand(Repeat):
 class AxisPart:
     """Positions ``start`` to ``stop`` of a result axis.
 
-    Their values are those of axis ``dim`` of ``node``, beginning at position ``offset``.
+    The values come from axis ``dim`` of ``node``, beginning at position ``offset``.
     """
 
     start: int
@@ -105,7 +105,7 @@ class Along(ABC):
     @property
     @abstractmethod
     def axis_parts(self) -> tuple[AxisPart, ...] | None:
-        """The parts of axis ``dim``; None if they are only known at run time or have a stride other than 1."""
+        """The parts of axis ``dim``; None if a position is only known at run time or a stride is not 1."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Slice(Along):
 
 @dataclass(frozen=True)
 class Select:
-    """``x`` at one position of axis ``dim``, which is then dropped. ``index``: None if it is not a known number."""
+    """``x`` at position ``index`` (None if unknown) of axis ``dim``. The result lacks this axis."""
 
     x: fx.Node
     dim: int
@@ -213,7 +213,7 @@ class Write(Along):
 
 @dataclass(frozen=True)
 class WriteOne:
-    """``base`` with ``x`` written to one position of axis ``dim``. ``index``: None if it is not a known number."""
+    """``base`` with ``x`` written to position ``index`` (None if unknown) of axis ``dim``."""
 
     base: fx.Node
     x: fx.Node
@@ -223,7 +223,7 @@ class WriteOne:
 
 @dataclass(frozen=True)
 class WriteRows:
-    """``base`` with ``x`` written to those positions of axis ``dim`` that the tensor ``index`` lists."""
+    """``base`` with ``x`` written to axis ``dim`` at the positions in the tensor ``index``."""
 
     base: fx.Node
     x: fx.Node

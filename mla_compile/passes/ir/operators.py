@@ -5,8 +5,8 @@ other code reads the records. :func:`decode` expects the canonical spellings of
 :mod:`mla_compile.passes.canonical.views`. Operators without a canonical spelling, such as splits at run-time sizes, are
 read as far as their arguments are known.
 
-Operators that compute (products, sums, softmaxes) are not decoded here. For each of them, there is one reader
-elsewhere.
+Operators that compute (products, sums, softmaxes) are not decoded here. Each of these operators has one reader in
+another module.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def decode(node: object) -> Reading | None:
 def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
     """Return ``node`` and the tensors upstream of it, nearest first.
 
-    The walk continues through operators of ``kinds``, which have one operand each.
+    The walk passes only operators of ``kinds``. Each has one operand.
     """
     found = [node]
     while isinstance(how := decode(found[-1]), kinds):
@@ -85,7 +85,7 @@ def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[
 
 
 def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None:
-    """Return tensor, axis, positions and source of a scatter that writes all of its source; None for other nodes."""
+    """Return tensor, axis, positions and source of a scatter that writes its whole source; None for other nodes."""
     if node.target is not torch.ops.aten.scatter.src:  # other overloads add to the tensor, or write one number
         return None
     base, dim, index, x = args_of(node)
@@ -95,7 +95,7 @@ def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None
 
 
 VARYING = 16
-"""The most operators that :func:`varying` looks upstream for a broadcast."""
+"""How many operators upstream :func:`varying` looks for a broadcast."""
 
 
 def varying(node: fx.Node, depth: int = VARYING) -> frozenset[int]:
@@ -200,7 +200,7 @@ def _narrow(node: fx.Node) -> Slice:
 
 def _member(node: fx.Node) -> Slice | Dropout | None:
     """Read one result of an operator that has several results."""
-    # The results of a split are read, not the split itself: each result has a position, but the split is a tuple.
+    # Each result of a split is decoded. The split itself is a tuple and is not decoded.
     whole, at = args_of(node)
     if packet(whole) is aten.native_dropout:
         return _dropout(whole) if at == 0 else None
@@ -209,7 +209,7 @@ def _member(node: fx.Node) -> Slice | Dropout | None:
     x = argument(whole, 0, "self")
     dim = axis(argument(whole, 2, "dim", 0), len(shape(x)))
     sizes = [part.shape[dim] for part in whole.meta["val"][: at + 1]]
-    # A part of symbolic size is still a slice along a known axis. This is enough to refuse it for the right reason.
+    # A result of symbolic size is still a slice along a known axis. Later code needs the axis to give the right reason.
     if not isinstance(shape(x)[dim], int) or not all(isinstance(s, int) for s in sizes):
         return Slice(x, dim, None, None)
     start, stop = sum(sizes[:-1]), sum(sizes)
@@ -224,7 +224,7 @@ def _bounds(node: fx.Node, position: int) -> tuple[Told, Told, Told]:
 def _taken(bounds: tuple[Told, Told, Told], length: object) -> range | None:
     if not isinstance(length, int) or any(isinstance(b, fx.Node) for b in bounds):
         return None
-    # Python clamps bounds as torch does, and exported graphs write "to the end" as 2**63 - 1.
+    # `slice.indices` clamps bounds like torch. Exported graphs write "to the end" as 2**63 - 1.
     return range(*slice(*bounds).indices(length))
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 
 def schema_name(node: fx.Node) -> str:
-    """Return ``namespace::name`` of the operator that ``node`` calls; empty if it is not in torch's registry."""
+    """Return ``namespace::name`` of the operator that ``node`` calls; empty if the operator is not registered."""
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 

@@ -1,9 +1,9 @@
 """Sizes of axes: numbers, or expressions over a graph's shape symbols. A comparison must hold for all symbol values.
 
-Torch replaces a symbol if a guard states its value. It does not use a guard such as ``s10 + s22 == s22 + s31`` (two
-caches of equal length, each extended by the same tokens), so two equal axes keep different names. This module solves
-each linear guard of a shape environment once: for a symbol, or for a length rounded up to whole blocks, as in
-``2*Max(1, -(-s0//2)) == s0``.
+Torch replaces a symbol only if a guard states its value. A guard such as ``s10 + s22 == s22 + s31`` (two caches of
+equal length, each extended by the same tokens) is not used, so equal axes keep different names. This module solves each
+linear guard once for a symbol. If no symbol can be isolated, the guard is solved for a length rounded up to whole
+blocks, as in ``2*Max(1, -(-s0//2)) == s0``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class _Solved:
     """The guards that were read from a shape environment, solved for symbols and for sizes rounded to blocks."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
-        # Under Dynamo, guards enforce the ranges that torch assumes for its symbols. An exported program is different:
-        # torch assumes lengths of at least two, but the program also runs with length one. Only the assumptions of the
-        # symbols themselves (positive or nonnegative) are then used.
+        # Under Dynamo, guards enforce the ranges that torch assumes for its symbols. An exported program has no such
+        # guards: torch assumes lengths of at least two, but the program also runs with length one. In this case, a
+        # symbol is only assumed to be positive or nonnegative.
         context = TracingContext.try_get()
         mode = context.fake_mode if context is not None else None
         guarded = mode is not None and mode.shape_env is shape_env
-        # Torch updates this dict in place. A reference to the environment would prevent the environment from ever being
-        # freed.
+        # Torch updates this dict in place. A reference to the whole environment would keep the environment alive
+        # forever.
         self._ranges = shape_env.var_to_range if guarded else None
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
@@ -62,7 +62,7 @@ class _Solved:
         return expr
 
     def _plain(self, expr: sympy.Expr) -> sympy.Expr:
-        """Rewrite ``expr`` without remainders, exact divisions, and maxima whose largest argument is known."""
+        """Replace remainders, exact divisions, and maxima with a known largest argument by simpler expressions."""
         new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
         # If B and S are one symbol, a view of [B * S] as [B, -1] has the size `s**2 // s`, which torch does not
         # simplify.
@@ -99,7 +99,7 @@ class _Solved:
                 return
 
     def _replace(self, symbol: sympy.Symbol, value: sympy.Expr) -> None:
-        # No value may contain a symbol that is itself replaced, so that a single `xreplace` is enough.
+        # Values must not contain replaced symbols. One `xreplace` is then enough.
         new = {symbol: value}
         self._values = {known: old.xreplace(new) for known, old in self._values.items()} | new
         multiples = {term.xreplace(new): (n, old.xreplace(new)) for term, (n, old) in self._multiples.items()}
@@ -119,7 +119,7 @@ _solved: WeakKeyDictionary[ShapeEnv, _Solved] = WeakKeyDictionary()
 
 
 def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
-    """Rewrite ``expr`` with earlier symbols and with lengths that are not rounded to blocks, as far as guards allow.
+    """Replace later symbols and rounded lengths in ``expr`` by equal expressions, as far as guards allow.
 
     Guards hold whenever the graph runs, so the value of ``expr`` does not change.
     """

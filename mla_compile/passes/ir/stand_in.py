@@ -25,18 +25,18 @@ WAITS = "mla_compile_waits"
 """Metadata key of a node that has a stand-in. It holds the node's original name. The node is not dead code."""
 
 DROPPED = "mla_compile_dropped"
-"""Metadata key of a stand-in whose original rounds rows. It says in words what the rows are rounded to."""
+"""Metadata key of a stand-in whose original rounds rows. The value names the format of the rounded rows."""
 
 CORE = "mla_compile_core"
 """Metadata key of a stand-in for an attention.
 
-It holds the names of the nodes that would be replaced if the attention were rewritten.
+It holds the names of the nodes that a rewrite of the attention would replace.
 """
 
 BARRED = "mla_compile_barred"
-"""Metadata key of a node that may have no stand-in because it rounds rows.
+"""Metadata key of a node that must not get a stand-in, because the node rounds rows.
 
-It says in words what the rows are rounded to.
+The value names the format of the rounded rows.
 """
 
 REFUSED = "mla_compile_refused"
@@ -68,7 +68,7 @@ def original_of(node: fx.Node) -> fx.Node | None:
 def settle(graph: fx.Graph) -> int:
     """Restore every original whose stand-in is still read, and return how many were restored.
 
-    Originals whose stand-ins are not read become dead code. An attention that was rewritten is erased instead.
+    If a stand-in is not read, its original becomes dead code. If an attention was rewritten, its original is erased.
     """
     originals: Mapping[str, fx.Node] = {n.meta.pop(WAITS): n for n in graph.nodes if waits(n)}
     names = {n.name for n in graph.nodes}
@@ -85,9 +85,9 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase ``node``. If it is one result of a call, also erase the call, unless another result is read.
+    """Erase ``node``. If no other result of its call is read, also erase the call.
 
-    Dead-code removal would keep the call, because it treats attentions as random.
+    Dead-code removal would keep the call, because torch treats attentions as random.
     """
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)

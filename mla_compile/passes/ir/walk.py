@@ -20,9 +20,9 @@ T = TypeVar("T")
 REACH = 48
 """The most operators that a search visits.
 
-Scales, masks, casts, views and a rotation may lie between two parts of one attention, such as a softmax and its
-products, or K and the tensors from which K was projected or joined. Written out, these are one or two dozen operators.
-A search of four dozen finds them all but does not reach another layer, whose operators would be blamed by mistake.
+One or two dozen operators may lie between two points of one attention, such as K and the softmax: scales, masks, casts,
+views and a rotation. A search of four dozen operators is therefore enough. It does not reach another layer, whose
+operators would be blamed by mistake.
 """
 
 
@@ -39,7 +39,7 @@ def nearest(
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = deque(step(start)), set[fx.Node]()
-    # The search is breadth first, so that the nearest nodes are found before it gives up.
+    # The search is breadth first, so that it finds the nearest nodes before it gives up.
     while queue and len(passed) < REACH:
         node = queue.popleft()
         if node in seen:
@@ -62,7 +62,8 @@ def remove_dead_code(graph: fx.Graph) -> None:
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
-        # Torch keeps random operators, because removing one would shift the generator. With p = 0, nothing is drawn.
+        # Torch keeps random operators, because removing them would shift the random numbers of later operators. With p
+        # = 0, nothing is drawn.
         return waits(node) or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
@@ -71,7 +72,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
 def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | None = None) -> Iterator[T]:
     """Yield the nodes of ``start`` and every node that ``step`` reaches from them, each once, nearest first.
 
-    ``most``: once this many nodes in addition to ``start`` are known, no further steps are taken.
+    ``most``: once this many nodes besides ``start`` are known, ``step`` is not called again.
     """
     queue = deque(dict.fromkeys(start))
     seen = set(queue)
@@ -89,15 +90,15 @@ def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | 
 def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iterator[fx.Node]:
     """Yield every node on whose values ``node`` depends, nearest first.
 
-    Tensors of which only a size is read are left out. ``back_to``: if given, nodes that precede all of these nodes in
+    Tensors of which only a size is read are left out. If ``back_to`` is given, nodes that precede all of ``back_to`` in
     the graph are left out too.
     """
     if back_to is None:
         return reachable(computed_from(node), computed_from)
     oldest = min((n for n in back_to if not is_virtual(n)), default=None)
 
-    # Nodes that precede all of `back_to` in the graph cannot read them. Without this bound, each search would walk the
-    # whole model. Virtual nodes have no position in the graph.
+    # Nodes that precede all of `back_to` in the graph cannot depend on `back_to`. Without this bound, each search would
+    # walk the whole model. Virtual nodes have no position in the graph.
     def step(of: fx.Node) -> list[fx.Node]:
         return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
 
@@ -107,7 +108,7 @@ def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iter
 def length_behind(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
     """Return the length of an axis as an argument of an operator.
 
-    The length is read from the earliest tensor upstream of ``node`` that has an axis of this length.
+    The length is read from the earliest tensor found upstream of ``node`` that has an axis of this length.
     """
     length, behind = shape(node)[dim], islice(ancestors(node), REACH)
     having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
@@ -120,9 +121,8 @@ def depends_on(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 
 def computed_from(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs of ``node`` whose values it reads."""
-    # A length is not a value of a tensor. If it were, `sym_size` of the inputs would link everything in a dynamic
-    # graph.
+    """Return the inputs whose values ``node`` reads."""
+    # Lengths are left out. Otherwise, `sym_size` of the inputs would link everything in a dynamic graph.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
 
 
@@ -143,14 +143,14 @@ def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:
-    """Whether ``last`` depends on ``first``, even if only on its sizes."""
-    # Nodes that precede `first` in the graph cannot read it. Without this bound, each search would walk the whole
-    # model.
+    """Whether ``last`` depends on the values or sizes of ``first``."""
+    # Nodes that precede `first` in the graph cannot depend on `first`. Without this bound, each search would walk the
+    # whole model.
     return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 
 
 def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
-    """Return every node computed from weights and constants only; ``known`` names inputs that are weights."""
+    """Return every node computed from weights and constants only. ``known``: the names of inputs that are weights."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

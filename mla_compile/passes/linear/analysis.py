@@ -1,8 +1,8 @@
-"""The analysis of linear maps: which tensors are a fixed linear image of some source tensor's rows.
+"""Finds which tensors are fixed linear maps of the rows of a source.
 
 The analysis visits each operator once and applies the transfer rules of this package. The walk ends at an operator that
-has no rule, that is not linear along the features, or that depends on the token. The node of this operator becomes its
-own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at the name of a module or a weight.
+has no rule, is not linear along the features, or depends on the token. The node of this operator becomes a source, and
+a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at the name of a module or a weight.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NONE = VirtualSources()
 class LinearMaps:
     """The analysis of one graph. It caches its results per node and does not change the graph.
 
-    ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: whether
-    weights may differ along an axis of the source's rows. If they may not, such a weight ends the walk, because it may
-    be a table of rotations. They must be allowed to if the source is the output of the attention, because W_v differs
-    along the heads. ``virtual``: rows that are not nodes of the graph.
+    ``sources``: chosen nodes, at which the walk ends even if a rule could continue. ``per_row``: whether weights may
+    differ along an axis of the source's rows. If False, a weight that differs ends the walk, because it may be a table
+    of rotations. Use True if the source is the attention's output, because W_v differs along the heads. ``virtual``:
+    sources that are not nodes of the graph.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LinearMaps:
         self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
-        # This does not depend on the sources, so all analyses of the graph share one.
+        # All analyses of the graph share one `Nearby`, which does not depend on sources.
         self._nearby = nearby or Nearby()
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
@@ -60,7 +60,7 @@ class LinearMaps:
         self._unbound: LinearMaps | None = None
 
     def with_sources(self, sources: Iterable[fx.Node], *, per_row: bool = False) -> LinearMaps:
-        """Return a fresh analysis of the same graph with other sources. Atoms of different analyses never mix."""
+        """Return a fresh analysis of the same graph with other sources. It shares no atoms with this analysis."""
         return LinearMaps(self.weights, self.fake_mode, sources, self.virtual, self._nearby, per_row=per_row)
 
     def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
@@ -68,12 +68,12 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis whose sources are the rows that are sliced or gated. All slices and gates share it."""
+        """The analysis that all slices and gates share. Its sources are the rows that are sliced or gated."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
             self._whole = self.with_sources(rows, per_row=self.per_row)
-            # Without this line, the new analysis would create yet another one at its first slice.
+            # Without this line, the new analysis would create yet another analysis at its first slice.
             self._whole._whole = self._whole
         return self._whole
 
@@ -81,7 +81,7 @@ class LinearMaps:
     def unbound(self) -> LinearMaps:
         """The analysis without chosen sources.
 
-        Once it has chosen a source itself (:class:`RowsJoined`), the next access returns a new analysis.
+        If this analysis adds a source itself (:class:`RowsJoined`), the next access returns a new analysis.
         """
         if self._unbound is None or self._unbound.sources:
             self._unbound = self.with_sources(())
@@ -99,11 +99,11 @@ class LinearMaps:
         return self._nearby.same_rows(one, other)
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions."""
+        """Return ``nodes`` and their ancestors. The search skips keys and values of earlier attentions."""
         return self._nearby.behind(nodes)
 
     def map(self, node: fx.Node) -> LinearMap:
-        """Return the linear map of ``node``. At worst, this is the identity with ``node`` itself as the source."""
+        """Return the linear map of ``node``. If the walk ends at ``node``, the map is the identity of ``node``."""
         if node in self._maps:
             return self._maps[node]
         pending = [node]  # an explicit stack, because chains are as deep as the model
@@ -113,8 +113,7 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # The rules for slices of rows, and for rows with a factor each, read the operand's map from `self.whole`.
-            # That map is therefore not needed here.
+            # `some_rows` and `gated_rows` read the operand's map from `self.whole`, so the map is not computed here.
             ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -124,8 +123,8 @@ class LinearMaps:
             try:
                 self._maps[current] = self._apply(current, rule)
             except RowsJoined as joined:
-                # Maps that continue upstream of this node stay true for callers that hold them, but new maps have to
-                # end at this node. The cache does not record which maps continue, so all maps are dropped.
+                # From now on, maps must end at this node. The cache does not record which maps pass through the node,
+                # so all maps are dropped. Callers may keep old maps, which stay true.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
@@ -155,7 +154,7 @@ class LinearMaps:
         # Sources and weights end the walk by choice, so a report must not blame them.
         if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result
-        # The rule is applied first, because it may already find that the axis is broadcast.
+        # The rule is applied first, because the rule's map may already be constant along the shared axis.
         if node in self.virtual.shared:
             return one_of_all(self, node, result)
         return self.identity(node) if isinstance(result, Stop) else result

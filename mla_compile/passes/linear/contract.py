@@ -1,8 +1,8 @@
 """Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
 
-All operators are read in the same way. Axes are labelled as in einsum, and a label that the weight has but the result
-lacks is summed over. This is legal if each label of the weight is a feature of the map or the last axis of the source's
-rows. It is not legal if a label of the weight is a token.
+Every operator is read as an einsum. Labels of the weight that are not in the result are summed over. A weight may have
+labels of the map's features and of the last axis of the source's rows. A weight with the label of a token ends the
+walk.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _bind(
         if not axis_of.get(label, ()):
             axis_of[label] = fresh_axis(size)
         own = axis_of[label]
-        # Weights have fixed sizes. If a dimension lies along a symbolic axis, the tensor has a value per token, as a
-        # table of positions has.
+        # Weights have fixed sizes. A tensor that lies along a symbolic axis has a value per token, like a table of
+        # positions.
         if not all(isinstance(a.size, int) for a in own):
             return Stop(node, "position_dependent", "a weight that differs from token to token")
         atoms += own
@@ -75,9 +75,8 @@ def _apply(
     for label in labels:
         own = axis_of[label]
         if label in out:
-            # A projection may only sum over or scale the last axis of the rows. A weight that differs along another
-            # axis is a different weight for each token or head. Queries could not be multiplied by such a weight once
-            # for all rows.
+            # A weight may only differ along the last axis of the rows. Along another axis, it would be a different
+            # weight for each token or head. Queries could then not be multiplied by one weight for all rows.
             blind = tokens - _grouped(piece)
             if not per_row and label != labels[-1] and any(a in blind and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)
@@ -88,8 +87,7 @@ def _apply(
         # The weight takes no part in this sum, so tokens or heads are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
-        # This is legal if the weight is summed over the broadcast axis. No model needs it, and a refusal needs no
-        # proof.
+        # A sum over a broadcast axis may be legal, but no model needs it.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
@@ -110,7 +108,7 @@ def _apply(
 
 
 def _grouped(piece: Piece) -> frozenset[Atom]:
-    """Return the atoms of the rows along which the piece's weight already differs, as for groups of heads."""
+    """Return the atoms of the rows along which the piece's weight already differs, such as groups of heads."""
     kept = set(flatten(piece.axes))
     return frozenset(a for a in (piece.weight.atoms if piece.weight else ()) if a in piece.source_atoms and a in kept)
 
@@ -123,7 +121,7 @@ def contract(
     if problem is not None:
         return problem
     source = maps.map(x)
-    # One weight cannot sum columns from different sources, unless all segments turn out to have one source.
+    # One weight cannot sum columns from different sources, so segments of one source are merged first.
     if source.axis is not None and labels[source.axis] not in out:
         source = one_map(source, node) or source
     label = None if source.axis is None else labels[source.axis]
@@ -139,13 +137,13 @@ def contract(
     joint = joint_of(source)
     raw = not any(p.projected for p in source.pieces)
     if label not in out:
-        # The joined tensor is treated as the rows if none of its parts is projected, or if it is narrower than the
-        # result, as a latent is. Otherwise, the joined tensor itself is the wide result of projections.
+        # The joined tensor becomes the source if no segment is projected, or if the joined tensor is narrower than the
+        # result, like a latent. Otherwise, the joined tensor is a wide result of projections.
         if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
             raise RowsJoined(joint)  # one latent, joined from parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    # The weight leaves the joined axis alone and sums over another axis. The joined parts are therefore rows, which
-    # this operator projects.
+    # The weight sums over an axis other than the joined axis. The joined parts are therefore rows that this operator
+    # projects.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     return source.each_segment(apply, out.index(label))
@@ -169,7 +167,7 @@ def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
 
 def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool) -> LinearMap | Stop:
     expr = maps.leaf(weight)
-    # The reciprocal of a divisor is computed once, in the divisor's dtype.
+    # The reciprocal of the divisor is computed once, in the divisor's dtype.
     if reciprocal:
         expr = expr.call(aten.reciprocal.default)
     labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
@@ -209,7 +207,7 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
         return computed_projection(node)
-    # With a bias that is computed from the inputs, the result is not a fixed map of `x`.
+    # If the bias is computed from the inputs, the result is not a fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(maps, node)
     labels = _ALPHABET[: len(shape(x))]
@@ -221,7 +219,7 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> LinearMap | Stop:
-    """Return ``source + bias``, where the bias lies along axis ``dim``, which is not segmented."""
+    """Return ``source + bias``. The bias lies along axis ``dim``, which must not be segmented."""
 
     def add(piece: Piece) -> Piece | Stop:
         labels = _ALPHABET[: len(piece.axes)]
@@ -238,8 +236,8 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
     a, b = args_of(node)[offset], args_of(node)[offset + 1]
     ra, rb = len(shape(a)), len(shape(b))
-    # A product of two weights is itself a weight and is never passed to this rule. A product of two activations belongs
-    # to an attention. The keywords are `beta` and `alpha` of addmm.
+    # A product of two weights is a weight and has no rule. A product of two activations belongs to an attention.
+    # Keywords (`beta` and `alpha` of addmm) are not supported.
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
         return unexplained(maps, node)
     left, right, out = matmul_labels(ra, rb)
@@ -250,7 +248,8 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if offset == 0 or isinstance(result, Stop):
         return result
     bias = args_of(node)[0]
-    # A bias with more than one axis may differ from token to token. A bias of a segmented map would have to be cut too.
+    # A bias with more than one axis may differ from token to token. If the map is segmented, the bias would have to be
+    # cut too.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(maps, node)
     return _with_bias(result, maps.leaf(bias), node)
@@ -288,7 +287,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    # Exactly one operand may be an activation, because products of two activations belong to attentions.
+    # Only one operand may be an activation, because products of two activations belong to attentions.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(maps, node)
     at = weights.index(False)
@@ -321,9 +320,9 @@ def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
-    """Return the map of the batch norm ``norm`` with stored statistics of axis 1. ``node`` is its first or only result.
+    """Return the map of the batch norm ``norm``, which normalizes axis 1 with stored statistics.
 
-    The operator computes ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    ``node`` is the first or only result, ``(x - mean) / sqrt(var + eps) * weight + bias``.
     """
     x, weight, bias, mean, var = args_of(norm)[:5]
     whole = packet(norm) is aten.batch_norm
@@ -341,7 +340,7 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
     if isinstance(scaled_map, Stop):
         return scaled_map
-    # With segments along the channels, the shift would have to be cut at their bounds.
+    # If the channels are segmented, the shift would have to be cut too.
     return unexplained(maps, norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 

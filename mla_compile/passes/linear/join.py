@@ -1,4 +1,4 @@
-"""Joins maps of one source into one map, whose weight is the concatenation of their weights.
+"""Joins maps of one source into one map by concatenating their weights.
 
 Heads that are projected one by one (a ModuleList, a stack, a cat that is later viewed as heads) read the same rows:
 ``[W_1 z, W_2 z] = [W_1, W_2] z``.
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
-    """Return ``source`` as a single map, if weights make all its segments from the same rows; None otherwise."""
+    """Return ``source`` as a single map; None unless all segments have a weight and the same source."""
     if source.axis is None:
         return source
     piece = side_by_side(source.segments, source.axis, node)
@@ -31,7 +31,7 @@ def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
 
 
 def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
-    """Join segments along ``dim`` into one piece. Return None unless weights make all of them from the same rows."""
+    """Join segments along ``dim`` into one piece. Return None unless all have a weight and the same source."""
     first = segments[0].piece
     if first.source is None or first.weight is None or first.added:
         return None
@@ -41,7 +41,7 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
         if piece is None:
             return None
         pieces.append(piece)
-    # A new atom is needed, because heads made by separate weights were not factors of one axis before.
+    # A new atom is needed, because heads of separate weights were not factors of one axis before.
     into = Atom(segments[-1].stop - segments[0].start)
     widths = [s.stop - s.start for s in segments]
     weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
@@ -53,10 +53,10 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 
 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
-    """Join maps of tensors along ``dim``, an axis of size 1 in each. Return None if they are not maps of the same rows.
+    """Join heads that were made one by one along ``dim``. Return None if the heads have different rows.
 
-    The elements are heads that were made one by one. Each segment of the result joins the weights of the heads, or
-    repeats rows that the heads share (a rotary key).
+    Axis ``dim`` has size 1 in each element. Each segment of the result joins the weights of the heads, or repeats rows
+    that all heads share (a rotary key).
     """
     first = elements[0]
     # Elements cannot be joined if they have segments along the stacked axis, or along different axes.
@@ -76,7 +76,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 
 
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
-    """Return equal pieces (the same rows, or zeros) as one piece repeated along ``dim``; None if they differ."""
+    """Return equal pieces (the same rows, or zeros) as one piece repeated along ``dim``; None if pieces differ."""
     first = pieces[0]
     if first.weight is not None or first.bias is not None or first.added:
         return None
@@ -103,7 +103,7 @@ def joint_of(source: LinearMap) -> fx.Node | None:
 
 
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
-    """Write ``piece`` in the atoms of ``first``, except along ``dim``, and move its scale into its weight.
+    """Write ``piece`` in the atoms of ``first``, except along ``dim``, and multiply the weight by the scale.
 
     Return None if this is impossible.
     """
@@ -119,10 +119,10 @@ def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
         if k == dim or own == other:
             continue
-        # Tokens must be the very same atoms. Features and broadcast axes have different atoms in each piece. They only
-        # have to have the same factors.
+        # Tokens must be identical atoms. Features and broadcast axes have different atoms in each piece, and only their
+        # factors must match.
         splits = None if tokens & {*own, *other} else common_factors(own, other)
-        # `first` cannot be split any more, because earlier pieces were already written in its atoms.
+        # `first` cannot be split now, because earlier pieces already use its atoms.
         if splits is None or splits[0]:
             return None
         piece = piece.split(splits[1])
@@ -145,7 +145,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:
-            # If other pieces have a bias, a piece without one has a bias of zeros.
+            # If another piece has a bias, a missing bias is zeros.
             parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
             continue
         expr = aligned(f, (*axis, *rest)).cast(dtype)

@@ -1,7 +1,7 @@
-"""Dependences between nodes, for look-ups in every layer.
+"""Caches the dependences between nodes, which are looked up in every layer.
 
-Residual connections link every layer to the first one. Results are therefore kept per node, and no look-up visits a
-node again. A set of nodes is an integer used as a bit set.
+Residual connections link every layer to the first layer. Without a cache, each look-up would walk the whole model. A
+set of nodes is stored as an integer, with one bit per node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.walk import computed_from
 
 
 class Nearby:
-    """Knows what the nodes of one graph are computed from.
+    """Looks up the nodes of one graph from which a node is computed.
 
     ``asked`` maps the output of each attention to its queries.
     """
@@ -26,9 +26,8 @@ class Nearby:
     def __init__(self, asked: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({})) -> None:
         self.asked = asked
         self._bits: dict[fx.Node, int] = {}
-        # Each dict maps a node to a set of nodes upstream of it, including the node itself: all such nodes (`_all`),
-        # tensors with no projection in between (`_plain`), or tensors with at most one projection in between
-        # (`_projected`).
+        # Each dict maps a node to a set that contains the node itself and nodes upstream: those that `behind` finds
+        # (`_all`), tensors with no projection in between (`_plain`), or tensors with at most one (`_projected`).
         self._all: dict[fx.Node, int] = {}
         self._plain: dict[fx.Node, int] = {}
         self._projected: dict[fx.Node, int] = {}
@@ -36,8 +35,8 @@ class Nearby:
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-        Only tensors at most one projection upstream are compared. Farther upstream, all layers are related: through the
-        first layer, the rows of all later layers depend on the table of rotary angles.
+        Only tensors at most one projection upstream are compared. Farther upstream, everything is related. For example,
+        rows of all later layers depend on the rotary angles through the first layer.
         """
         for node in (one, other):
             for n in _inputs_first(node, _tensors, self._plain):
@@ -47,10 +46,10 @@ class Nearby:
         return bool(self._projected[one] & ~self._plain[one] & self._projected[other] & ~self._plain[other])
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions.
+        """Return ``nodes`` and their ancestors. The search skips keys and values of earlier attentions.
 
-        The nodes upstream of queries are treated as hidden states. Without the exception, an earlier layer's latent,
-        which a later layer may read again, would be treated as a hidden state too.
+        Callers treat ancestors of queries as hidden states. An earlier layer's latent is not a hidden state, and a
+        later layer may read the latent again.
         """
         found = 0
         for node in nodes:

@@ -5,9 +5,8 @@ A tensor X is described by
     X[tokens..., features...] = scale * sum_e W[features..., e] z[tokens..., e] + b[features...]
 
 where ``z`` is a node (the source), and ``W`` and ``b`` are expressions of weights only. Every axis of X, z, W and b is
-a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* of z if it is also in the axes of z.
-It is a *feature* if it is in the axes of W or b, and *broadcast* if it is in none of them. The map is therefore one
-einsum over atoms, and ``W = None`` means the identity.
+a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* if z has it, a *feature* if W or b has
+it, and *broadcast* otherwise. The map is therefore one einsum over atoms. ``W = None`` means the identity.
 
 X may also consist of segments along one axis, each with its own source (keys = [latent part | rotary part]). Each
 segment may be a sum of maps of several sources (keys = W c + a row that all heads share).
@@ -35,8 +34,8 @@ from mla_compile.passes.ir.stop import Stop
 class Visit:
     """A node on the path from the source to X.
 
-    Operators with weights are counted up to this node. ``contractions``: how many of them sum over features.
-    ``scalings``: how many only multiply, divide or add.
+    ``contractions`` and ``scalings`` count the operators with weights up to this node. A contraction sums over
+    features. A scaling only multiplies, divides or adds.
     """
 
     node: fx.Node
@@ -46,11 +45,11 @@ class Visit:
 
 @dataclass(frozen=True)
 class Piece:
-    """One linear map. ``source`` None: the piece is constant (zeros, or only a bias).
+    """One linear map. If ``source`` is None, the piece is constant (zeros, or only a bias).
 
-    ``before``: if ``source`` holds sliced or multiplied rows (:class:`VirtualSources`), this is the path from the
-    original rows to the tensor that the model slices or multiplies. ``added``: if X is a sum, these are the maps of the
-    other sources, without biases. Their axes have the same sizes. ``defined``: False for uninitialized memory.
+    ``before``: for a virtual slice or gate of rows (:class:`VirtualSources`), the path from the original rows to the
+    tensor that the model slices or multiplies. ``added``: if X is a sum, the other summands, which have no bias. All
+    summands have axes of equal sizes. ``defined``: False for uninitialized memory.
     """
 
     axes: Axes
@@ -77,8 +76,8 @@ class Piece:
         first, *others = (fn(p) for p in self.summands)
         if isinstance(first, Stop):
             return first
-        # The operator's constant must be added only once. The maps in `added` had no bias, so a bias that `fn` gave
-        # them is this constant.
+        # The operator's constant must be added only once. Maps in `added` have no bias, so a bias that `fn` adds is
+        # this constant.
         added: list[Piece] = []
         for one in others:
             if isinstance(one, Stop):
@@ -105,7 +104,7 @@ class Piece:
         return tuple(a for a in flatten(self.source_axes) if a not in kept)
 
     def split(self, split: Split) -> Piece:
-        """Return the same map with some atoms written as products of smaller ones."""
+        """Return the same map with some atoms written as products of smaller atoms."""
         if not split:
             return self
 
@@ -152,7 +151,7 @@ class LinearMap:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The maps of single sources that make up the tensor, side by side or as summands."""
+        """All summands of all segments. Each has one source."""
         return tuple(p for s in self.segments for p in s.piece.summands)
 
     def each(self, fn: Callable[[Piece], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
@@ -160,7 +159,7 @@ class LinearMap:
         return self.each_segment(lambda segment: fn(segment.piece), axis)
 
     def each_segment(self, fn: Callable[[Segment], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
-        """Apply ``fn`` as :meth:`each` does, but pass it the segment, so that it knows the bounds."""
+        """Apply ``fn`` to every piece, like :meth:`each`. ``fn`` receives a segment, which has the bounds."""
         done: list[Segment] = []
         for segment in self.segments:
             piece = segment.piece.each(partial(_of_segment, fn, segment.start, segment.stop))
@@ -200,12 +199,12 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class VirtualSources:
-    """Rows that an analysis may use as sources in addition to the nodes of the graph.
+    """Sources that an analysis may use in addition to the nodes of the graph.
 
-    ``slices``: for each node that slices an image of rows, the same slices of those rows. ``gates``: for each node that
-    multiplies an image of rows by a number per row, the rows multiplied by these numbers. ``shared``: for each tensor
-    that is constant along an axis, its first position along this axis. ``grouped``: products whose weight differs along
-    an axis of the rows that is not a token axis, as with groups of heads that each have their own latent.
+    ``slices``: for a node that slices a linear map of rows, the rows sliced in the same way. ``gates``: for a node that
+    multiplies a linear map of rows by one number per row, the multiplied rows. ``shared``: for a tensor that is
+    constant along an axis, its first position. ``grouped``: products whose weight differs along a group axis of the
+    rows, such as groups of heads with separate latents.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
@@ -276,7 +275,7 @@ class Term:
         if own in self.piece.source_atoms:
             return "token"
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
-        # Along an atom that is neither a token nor in a factor, the piece has the same values at all positions.
+        # Along all other atoms, the piece has the same values at all positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
 
 
@@ -298,7 +297,7 @@ def quantizes(dtype: torch.dtype) -> bool:
 
 
 def broadcast_to(source: LinearMap, new: Sequence[Size]) -> LinearMap | Stop:
-    """Broadcast ``source`` to shape ``new``. Axes of size 1 that grow get broadcast atoms."""
+    """Broadcast ``source`` to shape ``new``. Axes that grow from size 1 get broadcast atoms."""
     extra = len(new) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
 

@@ -1,9 +1,9 @@
-"""Transfer rules for maps over virtual sources: views of rows that are not nodes of the graph.
+"""Transfer rules for virtual sources: slices and other changes of rows that are not nodes of the graph.
 
-A slice of an up-projection along tokens is the up-projection of a slice: ``(c W)[:, :n] = c[:, :n] W``. The same holds
-for every axis of the rows that the result keeps. A tensor that is constant along an axis is its first position,
-broadcast. An up-projection without a bias maps zero rows to zero rows: ``pad(c W) = pad(c) W``. It also commutes with a
-factor for each row: ``(c W) g = (c g) W``. Without virtual sources, all of these operators end the walk.
+Slicing tokens commutes with an up-projection: ``(c W)[:, :n] = c[:, :n] W``. So does slicing along any other axis of
+the rows that the result keeps. If there is no bias, zero pads (``pad(c W) = pad(c) W``) and factors per row
+(``(c W) g = (c g) W``) also commute. A tensor that is constant along an axis equals its first position, broadcast.
+Without virtual sources, all of these operators end the walk.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``; or all rows, with ``padded`` zero rows before and after them.
+    """Some rows of ``x`` along axis ``dim``, or all rows with zero rows around.
 
-    ``index``: the only position that is selected; the axis is then dropped. ``at``: a tensor with the positions of the
-    rows.
+    ``padded``: how many zero rows are added before and after. ``index``: the only position; the axis is then dropped.
+    ``at``: a tensor with the positions of the rows.
     """
 
     x: fx.Node
@@ -56,14 +56,14 @@ def taken_of(node: fx.Node) -> Taken | None:
     if padding is None:
         return None
     axes = [dim for dim, widths in enumerate(padding) if widths != (0, 0)]
-    # Zeros along the features are columns. The rule for pads handles them.
+    # Zeros along the features are columns, which the rule `pad` handles.
     if len(axes) != 1 or axes[0] == len(padding) - 1:
         return None
     return Taken(args_of(node)[0], axes[0], padding[axes[0]])
 
 
 def picked_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis at positions that a tensor lists; None if it does anything else."""
+    """Read ``node`` as indexing along one axis by a tensor of positions; None if ``node`` does anything else."""
     if packet(node) is aten.index_select:
         x, dim, at = args_of(node)
         dim = axis(dim, len(shape(x)))
@@ -72,12 +72,12 @@ def picked_of(node: fx.Node) -> Taken | None:
         ((dim, at),) = ((k, one) for k, one in enumerate(indices) if one is not None)
     else:
         return None
-    # A mask is not a list of positions: it picks as many rows as it has True values.
+    # A boolean mask is not a list of positions. It picks one row per True value.
     return Taken(x, dim, at=at) if len(shape(at)) == 1 and val(at).dtype in (torch.int64, torch.int32) else None
 
 
 def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -> fx.Node:
-    """Pick from axis ``dim`` of ``rows`` the positions that ``node`` picks. ``call(op, *args)`` applies an operator."""
+    """Apply the indexing of ``node`` to axis ``dim`` of ``rows``. ``call(op, *args)`` applies an operator."""
     picked = picked_of(node)
     assert picked is not None
     if packet(node) is aten.index_select:
@@ -101,7 +101,7 @@ def zero_widths(node: fx.Node) -> Sequence[Any] | None:
         return None
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
-    # Other modes repeat tokens. Any other value is a constant, so the new rows are not zero.
+    # Other modes repeat tokens. With any other value, the new rows are not zero.
     return args_of(node)[1] if mode == "constant" and value in (0, None) else None
 
 
@@ -111,9 +111,9 @@ def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether a slice or pad of X along its axis ``own`` is made by the same slice or pad of the source.
+    """Whether a slice or pad of X along its axis ``own`` can move to the source.
 
-    A pad is not if X has a bias, or if X is constant along ``own`` without being zero.
+    Every slice can. A pad cannot if X has a bias, or if X is constant along ``own`` but not zero.
     """
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
@@ -123,7 +123,7 @@ def rows_axis(piece: Piece, own: Axis) -> int | None:
 
     Return None if no source axis does, or if a weight or bias has atoms of ``own``.
     """
-    # A weight that lies along the axis differs between positions, so slicing the rows would require slicing the weight.
+    # If a weight lies along the axis, a slice of the rows would also need a slice of the weight.
     if not own or _in_factors(piece, own):
         return None
     return next((k for k, a in enumerate(piece.source_axes) if a == own), None)
@@ -149,14 +149,14 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Return the map of a slice: the map of the tensor that is sliced, over slices of its rows."""
+    """Return the map of a slice of X: the map of X, with the rows replaced by slices of the rows."""
     how, taken = taken_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     assert how is not None
     dim = how.dim
     refused = Stop(node, "unsupported_op", "only a part of the rows is read")
     length = fresh_axis(shape(node)[dim]) if how.index is None else ()
     source = maps.whole.map(how.x)
-    # The cut goes through the columns, so this is not a slice of rows.
+    # This cuts the columns, so it is not a slice of rows.
     if source.axis == dim:
         return refused
 
@@ -170,10 +170,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if how.index is not None:
             return one_position(piece, own, how.index)
         sliced = None if piece.source is None else taken.get(piece.source)
-        # The last condition refuses a chosen source on the path, because the map of the slice would skip it.
+        # A chosen source on the path is refused, because the map of the slice would skip the chosen source.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
-        # The atoms are those of the shared analysis, so that slices of K and of V have the same tokens.
+        # The atoms of the shared analysis are used, so that slices of K and V have the same tokens.
         tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(
             piece,
@@ -210,13 +210,13 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _at(factor: Factor, own: Axis, index: int) -> Factor:
-    """Return ``factor`` at one position of the axis ``own``; return it unchanged if it does not have this axis."""
+    """Return ``factor`` at one position of the axis ``own``, or unchanged if ``factor`` does not have this axis."""
     return part_of(factor, own, Atom(1), range(index, index + 1)) if own[0] in factor.atoms else factor
 
 
 @dataclass(frozen=True)
 class Gated:
-    """``x``, multiplied or divided by ``gate``, a tensor that broadcasts to it."""
+    """``x``, multiplied or divided by ``gate``, a tensor that broadcasts to ``x``."""
 
     x: fx.Node
     gate: fx.Node
@@ -237,10 +237,10 @@ def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
 
 
 def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
-    """Return, for each axis of the source, the axis of ``gate`` along it; None where ``gate`` does not vary along it.
+    """Return the axis of ``gate`` for each axis of the source; None for an axis along which ``gate`` is constant.
 
-    Return None as a whole if ``gate`` varies along anything but whole axes of the rows, if X has a bias, or if X is not
-    projected.
+    Return None instead of a list if X has a bias, if X is not projected, or if ``gate`` varies along something other
+    than whole axes of the rows.
     """
     if piece.source is None or piece.bias is not None or not piece.projected:
         return None
@@ -256,13 +256,13 @@ def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
 
 
 def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Return the map of a product with a number per row: the operand's map, over rows times these numbers."""
+    """Return the map of X times a number per row: the map of X, with the rows replaced by rows times these numbers."""
     how, gated = gated_of(maps, node), {g.rows: g for g in maps.virtual.gates[node]}
     assert how is not None
 
     def multiplied(piece: Piece) -> Piece | Stop:
         own = None if piece.source is None else gated.get(piece.source)
-        # A chosen source on the path is refused, as for slices, because the new map would skip it.
+        # A chosen source on the path is refused, because the new map would skip the chosen source.
         if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
             return Stop(
                 node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
@@ -281,8 +281,8 @@ def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     """Return the map of a tensor that is constant along an axis: its first position, broadcast.
 
-    ``found``: the result of the operator's own rule. If it is a map that is constant along this axis too, it is
-    returned.
+    ``found``: the result of the operator's own rule. If ``found`` is a map that is also constant along this axis,
+    ``found`` is returned.
     """
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):

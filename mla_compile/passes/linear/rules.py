@@ -45,7 +45,7 @@ def negate(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    # A division by the rows is not linear in the rows, and neither is a division that rounds its result.
+    # A division by the rows is not linear in the rows. A division that rounds its result is not linear either.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -101,7 +101,7 @@ RULES: dict[object, Rule] = {
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
-    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # for virtual slices, the analysis takes `some_rows`
+    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # virtual slices use `some_rows` instead
     **CONTRACTION_RULES,
 }
 """Rules for operators without a record from :func:`decode`, by operator."""

@@ -1,7 +1,7 @@
-"""Transfer rules for operators that take parts of a tensor or assemble one from parts.
+"""Transfer rules for operators that slice a tensor or assemble a tensor from parts.
 
-A selection of an image's columns is still an image of the same rows. A selection of its tokens is not. A tensor that is
-assembled along its features becomes a list of segments, each with its own source.
+If X is a linear map of rows, some columns of X are a linear map of the same rows. Some tokens of X are not. A tensor
+that is assembled along its features becomes a list of segments, each with its own source.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
     own = piece.axes[dim]
     if taken.step == 1 and taken.start == 0 and same(axis_size(own), taken.stop):
         return piece
-    # A selection of an image's rows is not an image of the source. It is an image of a slice of the source, which
-    # `rows.py` handles.
+    # Some tokens of X are a linear map of a slice of the source. `rows.py` handles such slices.
     if any(a in piece.source_atoms for a in own):
         return Stop(node, "unsupported_op", "only a part of the rows is read")
     atom = Atom(len(taken))
@@ -116,8 +115,8 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
-    """Return ``node`` as a write to a known position of axis ``dim``; None if it is none."""
-    # With symbolic sizes, there are slices of the whole tensor between the writes.
+    """Return ``node`` as a write to a known position of axis ``dim``; None if ``node`` is anything else."""
+    # If sizes are symbolic, slices of the whole tensor lie between the writes.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -126,7 +125,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 
 
 def _itself(node: fx.Node) -> fx.Node:
-    """Skip slices and writes of the whole tensor, as tracing ``x[:, :]`` with symbolic sizes produces them."""
+    """Skip slices and writes of the whole tensor. They are traced for ``x[:, :]`` if sizes are symbolic."""
     while isinstance(how := decode(node), (Slice, Write)):
         if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
@@ -143,7 +142,7 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
     current = node
     while (write := _write(current, how.dim)) is not None:
         assert write.index is not None
-        # The walk goes upstream, so the first write that it finds to a position is the one that remains.
+        # The walk goes upstream, so the first write found for a position is the last write in the program.
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
             return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
@@ -162,7 +161,7 @@ def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> Li
 
 
 def _fill(node: fx.Node) -> Fill | None:
-    """Return the fill that made ``node``, or the tensor from which ``node`` is sliced; None if there is no fill."""
+    """Return the fill that made ``node`` or the tensor that ``node`` slices; None if there is no fill."""
     while isinstance(how := decode(node), (Slice, Select)):
         node = how.x
     return how if isinstance(how, Fill) else None
@@ -171,7 +170,7 @@ def _fill(node: fx.Node) -> Fill | None:
 def _overwritten(node: fx.Node) -> Stop:
     """Return the reason why a write ends the walk.
 
-    A write into a filled tensor is not said to mix tokens, because it may write heads.
+    A write into a filled tensor may write heads, so the reason is not token mixing.
     """
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
@@ -192,7 +191,7 @@ def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
 
 
 def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
-    """Return the map of an operand, even if the operand is a constant tensor of zeros or an uninitialized tensor."""
+    """Return the map of an operand, which may also be a constant tensor of zeros or an uninitialized tensor."""
     if not maps.is_weight(x):
         return maps.map(x)
     fill = _fill(x)
@@ -234,7 +233,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
-        # Tensors of one head each, joined along the axis of heads, are a stack.
+        # If each tensor has one head, joining along the axis of heads is a stack.
         single = all(same(shape(x)[dim], 1) for x in how.parts)
         joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -263,7 +262,7 @@ def _in_a_row(segments: Sequence[Segment], dim: int, node: fx.Node) -> LinearMap
 
 
 def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
-    """Join maps of the same rows along a new axis, as for heads that were projected one by one."""
+    """Join maps of the same rows along a new axis. Such maps are heads that were projected one by one."""
     dim = how.dim
     elements: list[LinearMap] = []
     for x in how.parts:
@@ -281,7 +280,7 @@ def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
-    """Return the map of the assigned values, broadcast to the shape of the tensor to which they are assigned."""
+    """Return the map of the assigned values, broadcast to the shape of the target."""
     if maps.is_weight(how.x) or not val(how.x).dtype.is_floating_point:
         return unexplained(maps, node)
     if quantizes(val(node).dtype):

@@ -39,7 +39,7 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-# Linear operators, each with the position and the name of the argument that gives the axes along which it works.
+# Linear operators that work along some axes, each with the position and name of its axis argument.
 _ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}
 
 
@@ -52,9 +52,9 @@ class KnowsRows(Protocol):
 
 
 def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
-    """Return a set with True if ``node`` works along its last axis, and with False if it works along another axis.
+    """Return a set that contains True if ``node`` works along its last axis, and False if along another axis.
 
-    The set is empty if the axes are not given as numbers.
+    The set is empty if an axis is not a number.
     """
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
     several = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -62,7 +62,7 @@ def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
 
 
 def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
-    """Return why ``where`` or ``masked_fill`` ends the walk. This depends on how the condition is computed."""
+    """Return why ``where`` or ``masked_fill`` ends the walk. The reason depends on the condition."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
     if condition is None or any(maps.same_rows(condition, v) for v in values):
@@ -73,20 +73,20 @@ def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
 
 
 def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
-    """Whether ``node`` is a weight that is multiplied or divided by a smaller tensor computed from the inputs."""
+    """Whether ``node`` is a weight, multiplied or divided by a smaller tensor that is computed from the inputs."""
     scaled = behind(node, (Copy, Reorder, Expand))[-1]
     operands = [n for n in scaled.all_input_nodes if is_tensor(n)]
     if packet(scaled) not in (aten.mul, aten.div) or len(operands) != 2:
         return False
     size = elements_hint(scaled)
     weight, factor = sorted(operands, key=elements_hint, reverse=True)
-    # If the weight is the operand that is broadcast, it scales rows, or it projects rows of width 1.
+    # If the weight is the broadcast operand, the weight scales rows, or projects rows of width 1.
     scales = elements_hint(factor) < elements_hint(weight) == size
     return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 
 
 def selected_weight(maps: KnowsRows, node: fx.Node) -> bool:
-    """Whether ``node`` holds matrices that indices select from a weight, such as the matrices of an expert."""
+    """Whether ``node`` holds matrices that are selected from a weight by indices, such as an expert's matrices."""
     picked = behind(node, (Copy, Reorder, Expand))[-1]
     if packet(picked) not in (aten.index, aten.index_select):
         return False

@@ -1,8 +1,8 @@
 """Transfer rules for sums: of a map and a weight, of maps of one source, and of maps of several sources.
 
-Maps of one source are added into one map, whose weight is the sum of their weights (LoRA). Maps of several sources are
-kept side by side: ``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` under the weight ``[W_a ; W_b]``. A sum
-``W c + r``, with a row ``r`` that all heads share, is also kept side by side.
+Maps of one source become one map, and their weights are added (LoRA). Maps of several sources are kept side by side,
+because ``W_a a + W_b b`` equals the joined rows ``[a | b]`` times the weight ``[W_a ; W_b]``. A sum ``W c + r``, with a
+row ``r`` that all heads share, is also kept side by side.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    # The number would be a bias. A weight expression has to start from a tensor of the graph, and a number is none.
+    # The number would be a bias, but a weight expression has to start from a tensor of the graph.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -53,15 +53,14 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
-        # In `weight - rows`, or with alpha, the factor belongs to the rows, so the map of the rows would have to be
-        # scaled.
+        # In `weight - rows`, or with alpha, the factor applies to the rows, so their map would have to be scaled.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
     left: LinearMap | Stop = maps.map(a)
     right: LinearMap | Stop = maps.map(b)
     assert isinstance(left, LinearMap)
     assert isinstance(right, LinearMap)
-    # If the sides share no source, a nonlinear operator such as a norm may have made one side from the rows of the
-    # other side. That operator is then to blame, not the sum.
+    # If the sides share no source, one side may be a nonlinear function, such as a norm, of the other side's rows. The
+    # nonlinear operator is then to blame, not the sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
         cause = _spoilt(maps, left, right, node) or _spoilt(maps, right, left, node)
         if cause is not None:
@@ -77,10 +76,10 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _are_rows(left: LinearMap, right: LinearMap) -> bool:
-    """Whether the sum of both maps is an image of several joined rows, with at most ``MOST`` summands.
+    """Whether the sum of both maps is a linear map of several joined rows, with at most ``MOST`` summands.
 
-    A rotation is no such image, because no weight makes either summand. A residual connection ``x + f(x)`` is none
-    either.
+    A rotation does not qualify, because neither summand is projected. A residual connection ``x + f(x)`` does not
+    either, because f depends on x.
     """
     whole, projected = (*left.pieces, *right.pieces), [p.source for p in (*left.pieces, *right.pieces) if p.projected]
     if not projected or len(whole) > MOST:
@@ -90,14 +89,13 @@ def _are_rows(left: LinearMap, right: LinearMap) -> bool:
 
 
 def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop | None:
-    """Return why ``one`` depends on the rows of ``other`` without being a linear map of them.
+    """Return why ``one``, which depends on the rows of ``other``, is not a linear map of these rows; None if unknown.
 
-    Return None if no reason is known. No reason is needed for a source of ``one`` that is narrower than the sum
-    ``node``, such as a key that all heads share.
+    Sources of ``one`` that are narrower than the sum ``node``, such as a key that all heads share, need no reason.
     """
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
-        # A projected piece is an image of its own rows, no matter how these rows were made.
+        # A projected piece is a linear map of its own rows, no matter how these rows were made.
         if piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node):
             continue
         stop = maps.reasons.get(piece.source)
@@ -128,7 +126,7 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
             cut = within(one, axis, range(start, stop), node)
             if isinstance(cut, Stop):
                 return cut
-            if len(cut) != 1:  # one map is a column that broadcasts to the columns of the other
+            if len(cut) != 1:  # one map has a single column, which broadcasts
                 return Stop(node, "unsupported_op", "a sum of maps with different columns")
             pieces.append(cut[0].piece)
         piece = _sum(pieces[0], pieces[1], factor, node)
@@ -171,7 +169,7 @@ def _at(piece: Piece, node: fx.Node) -> Piece:
 
 
 def _with_bias(first: Piece, one: Piece, node: fx.Node) -> Piece | Stop:
-    """Return ``first`` with the bias of ``one`` added to its own."""
+    """Return ``first`` with the bias of ``one`` added to the bias of ``first``."""
     assert one.bias is not None
     aligned = _aligned(first, one, node)
     if isinstance(aligned, Stop):
@@ -183,7 +181,7 @@ def _with_bias(first: Piece, one: Piece, node: fx.Node) -> Piece | Stop:
 
 
 def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
-    """Split both maps into the same factors, so that their atoms match one to one."""
+    """Split the axes of both maps into equal factors, so that the atoms match one to one."""
     axes = [*zip(a.axes, b.axes, strict=True)]
     axes += zip(a.source_axes, b.source_axes, strict=True) if a.source is b.source else []
     for x, y in axes:
@@ -197,10 +195,10 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 
 
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
-    """Add two maps of one source. The result is one map, whose weight is the sum of both weights (LoRA).
+    """Add two maps of one source into one map by adding their weights (LoRA).
 
-    If each map was first projected to narrow rows of its own, and both rows together are narrower than any rows that
-    the two paths share, both maps are returned. Their narrow rows can then become the sources.
+    Each path may pass through narrow rows before its last projection. If these rows together are narrower than all rows
+    that both paths share, both maps are returned. The narrow rows can then become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")

@@ -29,7 +29,7 @@ def rearranged(maps: Maps, node: fx.Node, how: Rearrange) -> LinearMap | Stop:
     if index is None:
         return _cut(node, how)
     at = None if source.axis is None else index.kept(source.axis)
-    if source.axis is not None and at is None:  # if the segmented axis changes, a single map is needed
+    if source.axis is not None and at is None:  # if the segmented axis changes, the segments are merged
         whole = one_map(source, node)
         if whole is None:
             repeated = "columns from different sources are repeated"

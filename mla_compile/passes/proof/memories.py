@@ -1,8 +1,8 @@
 """Split an attention over rows from several memories, which the model joins along the tokens in each step.
 
 DeepSeek-V4 reads ``cat([window, compressed])``: rows of the last tokens, and rows that each represent several older
-tokens. Attention over both memories equals two separate attentions that are merged by their log-sum-exps. So the join
-can be omitted, and each memory has its own length, mask and sparse index list.
+tokens. Attention over both memories equals two separate attentions, merged by their log-sum-exps. So the join can be
+omitted, and each memory has its own length, mask and sparse index list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mla_compile.passes.sources.refine import value_features
 
 
 def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> tuple[AbsorbPlan, ...]:
-    """Return a plan for each memory from which the rows are joined; none if the attention cannot be split."""
+    """Return a plan for each memory; () if the attention cannot be split."""
     site = plan.site
     rows = _rows(site, first)
     how = None if rows is None else decode(rows.rows)
@@ -52,16 +52,15 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
         one = make_plan(_over(site, rows, part, keys, terms), maps.with_sources({part}), by_hand=True)
         if not isinstance(one, AbsorbPlan) or not one.whole or (one.batch, one.heads) != (plan.batch, plan.heads):
             return ()
-        # A query that sees no key here may see keys in another memory, so it must not attend to all keys here alike.
+        # A query may see only keys of other memories. Such a query must not attend to all keys of this memory.
         found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
-    # If two memories may each hide all their keys by a large number, rounding loses the ratio between the two sums of
-    # exponentials.
+    # If large finite numbers hide all keys of two memories, rounding loses the ratio of the two sums of exponentials.
     apart = not any(one.visible.alike for one in found) and sum(_may_sink(one) for one in found) < 2
     return tuple(found) if apart else ()
 
 
 def _may_sink(one: AbsorbPlan) -> bool:
-    """Whether a query may see no key, while masks add finite numbers to its scores."""
+    """Whether a query may see no key although a mask adds finite numbers to the scores."""
     return not one.visible.always and any(_adds_numbers(mask) for mask in one.site.masks)
 
 
@@ -75,7 +74,7 @@ def _adds_numbers(mask: MaskTerm) -> bool:
 
 
 def together(each: Sequence[AbsorbPlan]) -> Visible:
-    """Return the conditions of all memories, which together decide which keys are seen."""
+    """Merge the conditions that decide which keys of each memory are seen."""
     seen = [one.visible for one in each]
     lists = [v.chosen for v in seen if v.chosen is not None]
     return Visible(
@@ -83,14 +82,14 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
         lengths=tuple(length for v in seen for length in v.lengths),
         numbers=tuple(n for v in seen for n in v.numbers),
         chosen=lists[0] if lists else None,
-        # An empty memory shows no key, even if no mask hides one.
+        # An empty memory shows no key, even if there is no mask.
         always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
         left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
     )
 
 
 def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> ColumnRead | None:
-    """Return the rows if all their columns, in order, are the keys and also the values; otherwise None."""
+    """Return the rows if all columns, in order, are both the keys and the values; otherwise None."""
     if len(site.products) != 1:
         return None
     keys = reads(site.products[0].k, site.products[0].features, first)
@@ -123,9 +122,9 @@ def _along(term: MaskTerm, old: Axis, new: Axis) -> MaskTerm:
 
 
 def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[MaskTerm | None] | None:
-    """Split a mask into one term for each memory of these ``sizes``; return None if that is impossible.
+    """Split a mask into one term per memory, given the ``sizes`` of all memories; return None if that fails.
 
-    The term of a memory is None if the mask hides none of its keys.
+    The term of a memory is None if the mask hides no key of this memory.
     """
     if keys not in term.operand.axes:  # the mask is the same for all keys
         return [term] * len(sizes)

@@ -2,17 +2,17 @@
 
 The proof obligations, checked here one by one on the refined maps:
 
-* every key-token atom is a token of every source (else tokens are mixed);
-* no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
-  group of heads with its own rows;
-* no column of the rows represents several columns of K or V; K may repeat columns if a weight makes it, because
-  ``q W^T`` sums over the repeated columns;
-* every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads; groups
-  of heads that each have their own latent may share other rows;
-* the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.
+* Every atom of the keys is a token of every source. Otherwise, tokens are mixed.
+* No weight or bias depends on a token atom, because it would depend on the position. A weight may depend on a batch
+  atom, such as a group of heads with separate rows.
+* No column of the rows represents several columns of K or V. Keys made by a weight are an exception, because
+  ``q W^T`` sums over repeated columns.
+* Every lead atom is either a token of all sources (batch) or of none (a head). So one row serves all heads. Groups of
+  heads with separate latents are an exception: they may share other rows.
+* The keys come from at most two row tensors, and the values from one. The joined sources of a sum count as one.
 
-A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two obligations:
-each head may have its own rows, there may be any number of row tensors, and a side may be left as it is.
+A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two obligations.
+Each head may have separate rows, there may be any number of row tensors, and one side may stay unchanged.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     if by_hand and not all(isinstance(a.size, int) for a in heads):
         return Stop(site.node, "not_mla", "tokens that the code writes like heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
-    # The operator takes one tensor each of latent, rotary and value rows. With more tensors, only a plan for a part is
-    # possible, which rewrites each product separately.
+    # The operator takes one tensor each of latent, rotary and value rows. If there are more tensors, only a plan for a
+    # part is possible, which rewrites each product separately.
     if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
     shared = set(of_values) <= set(of_keys)
@@ -61,15 +61,15 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
-    """Return the plan for some ``sides`` of ``site``; a side that is not among them stays as it is."""
+    """Return the plan for the given ``sides`` of ``site``; the other side stays unchanged."""
     found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms = found.site, found.keys, found.values
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     shared = [n for n in of_keys if not found.rows[n].heads]
-    # The operator reads one shared row per token. Per-head rows can only enter as scores that are added to the mask, so
-    # they may be rows of the keys, but not of the values.
+    # The operator reads one shared row per token. Per-head rows are possible only for keys, because their scores can be
+    # added to the mask.
     fits = len(of_values) == 1 and not found.rows[of_values[0]].heads and bool(shared)
     if fits:
         value: fx.Node | None = of_values[0]
@@ -109,7 +109,7 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
     def joined(self, sources: Sequence[fx.Node]) -> Rows:
-        """Return the rows of ``sources`` as one, with their columns side by side."""
+        """Return the joined rows of ``sources``, with all columns side by side."""
         first, *others = (self.rows[n] for n in sources)
         if not others:
             return first
@@ -118,7 +118,7 @@ class _Found:
 
 
 def _row_tensors(terms: Sequence[Term]) -> int:
-    """Return how many row tensors ``terms`` read; tensors that make the same columns count as one."""
+    """Return how many row tensors ``terms`` read. Tensors that add up to the same columns count as one."""
     together: list[set[fx.Node]] = []
     columns: dict[tuple[int | None, int], set[fx.Node]] = {}
     for t in terms:
@@ -161,19 +161,18 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
     groups = groups_of(terms, site.lead)
     for atom in site.lead:
         kinds = {t.kind(atom) for t in terms}
-        # Groups of heads with a latent each may share other rows, such as a rotary key.
+        # Groups of heads with separate latents may share other rows, such as a rotary key.
         if kinds == {"token"} or (kinds == {"token", "broadcast"} and atom in groups):
             batch.append(atom)
         elif "token" not in kinds or part:
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some rows differ from head to head, but the latent does not")
-    # Some positions along these axes of the scores are selected after the softmax. Their keys have to come from the
-    # same rows, as the keys of different heads do.
+    # The model selects positions along these axes after the softmax. Like heads, all positions must share rows.
     for atom in (a for p in site.products for a in selected(site, p)):
         if any(t.kind(atom) == "token" for t in terms):
             return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")
-    # If every head has its own rows, nothing is shared: absorbing would make each key as wide as the latent.
+    # If every head has separate rows, nothing is shared: absorption would make each key as wide as the latent.
     if not heads and len(batch) > 1:
         return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
     return tuple(batch), tuple(heads)
@@ -218,7 +217,7 @@ def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
 
 
 def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) -> fx.Node:
-    """Return the rows that the values read, if the keys read them too; else rows that a weight expands into keys."""
+    """Return the rows of the values if the keys also read them; otherwise rows that a weight expands into keys."""
     if value in of_keys:
         return value
     expanded = [n for n in of_keys if any(t.piece.projected for t in keys if t.piece.source is n)]
@@ -226,7 +225,7 @@ def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) ->
 
 
 def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
-    """Return the source's axes, with the site's atoms where ``outer`` has them and the piece's atoms elsewhere."""
+    """Return the source's axes. Use the site's atoms in ``outer`` if possible, and the piece's atoms otherwise."""
     site_atom = {term.at[a]: a for a in outer if a in term.at}
     return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
 
@@ -243,7 +242,7 @@ def _dims(
     of_latent = {r.node for r in latent.each}
     own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
     rotary = 0 if rope is None else rope.size
-    # The widths of all rows that the scores read. R is their total minus the width of one latent.
+    # R is the total width of all rows that the scores read, minus the width of one latent.
     widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
     read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
     total = sum(_copies(site, product) * size for (product, _), size in read.items())
@@ -267,14 +266,14 @@ def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
 
 
 def _copies(site: AttentionSite, product: int | None) -> int:
-    """Return how many scores ``product`` makes per query, key and head; some of them are selected later."""
+    """Return how many scores ``product`` makes per query, key and head. The model selects some of them later."""
     return 1 if product is None else fixed_size(selected(site, site.products[product]))
 
 
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
-    """Return the sizes of a part: N counts the expanded columns of K (all, if K stays), and R counts the others."""
+    """Return the sizes of a part. N is the number of expanded columns of K (all if K stays), R the number of others."""
     widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
     total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))

@@ -1,9 +1,9 @@
-"""Check whether the code of a refusal is proved for an attention, and replace the reason if it is not.
+"""Check whether the code of a refusal is proved for an attention. If not, replace the reason.
 
-A walk ends at an operator because no rule covers it. That does not tell what the operator does. To find out, the axis
-of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has the token axis
-and is made from positions. Tokens are mixed if a token of the result reads other positions along the token axis. If
-neither can be shown, the report only says that the operator has no rule.
+A walk ends at an operator that no rule covers. That does not tell what the operator does. To find out, this module
+follows the axis of the key tokens from K and V back to the operator. A factor is position-dependent if it has the token
+axis and is made from positions. Tokens are mixed if a token of the result reads several positions along the token axis.
+If neither can be shown, the report only says that the operator has no rule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STATED = (
     "unsupported_op",
 )
 LeadAxis = Literal["heads", "batch", "batch or heads"]
-"""What an axis of the lead (batch and heads) is, as far as that can be shown."""
+"""What a lead axis holds, as far as can be shown."""
 
 Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
 
@@ -57,7 +57,7 @@ class Proofs:
     maps: Maps
 
     def shown(self, stop: Stop) -> Stop:
-        """Return ``stop`` if its code is proved; otherwise a stop that is proved or that only names the operator."""
+        """Return ``stop`` if its code is proved. If not, return a proved stop or one that only names the operator."""
         node = stop.node
         if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
             return stop
@@ -81,9 +81,9 @@ class Proofs:
         return self._axes(self.site.keys)
 
     def role(self, node: fx.Node, dim: int) -> LeadAxis | None:
-        """Return whether axis ``dim`` of ``node`` holds batch or heads; None if it holds neither.
+        """Return whether axis ``dim`` of ``node`` holds batch or heads; None if the axis holds neither.
 
-        The axis may later be merged into the axis before it.
+        An axis that is later merged into the preceding axis is recognised, too.
         """
         if dim in self._of(node) or dim in self._columns.get(node, ()):
             return None
@@ -97,9 +97,9 @@ class Proofs:
         return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
 
     def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
-        """Return "heads" if a weight of queries, keys or values differs along ``axis``, which consists of lead atoms.
+        """Return "heads" if a weight of queries, keys or values differs along the lead atoms ``axis``.
 
-        Return "batch" if the weights that make heads are the same along ``axis``. If neither can be shown, return
+        Return "batch" if the weights that make heads are constant along ``axis``. If neither can be shown, return
         "batch or heads".
         """
         if any(self._is_weighed(node, dim) for atom in axis for node, dims in self._lead[atom].items() for dim in dims):
@@ -125,9 +125,9 @@ class Proofs:
 
     @cached_property
     def _lead(self) -> dict[Atom, dict[fx.Node, set[int]]]:
-        """For each lead atom, the axes that hold the atom, for the nodes upstream of queries, keys and values.
+        """For each lead atom and each node upstream of queries, keys and values, the axes that hold the atom.
 
-        The search does not continue past a join along such an axis.
+        The search ends at a join along an axis that holds the atom.
         """
         queries = [p.q for p in self.site.products]
         return {atom: self._axes((atom,), queries, whole=True) for atom in self.site.lead}
@@ -176,12 +176,12 @@ class Proofs:
         return False
 
     def _rows_lie_along(self, x: fx.Node, dims: Iterable[int]) -> bool:
-        """Whether one of the axes ``dims`` of ``x`` runs along the rows of its source, not along columns."""
+        """Whether one of the axes ``dims`` of ``x`` runs along the rows of a source, not along columns."""
         pieces = [p for p in self.maps.map(x).pieces if p.source is not None]
         return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
 
     def _parts_of_one_axis(self, x: fx.Node, kept: Collection[int], gone: Collection[int]) -> bool:
-        """Whether a kept and a reduced axis of ``x`` are parts of one axis of its rows, as for windows of tokens."""
+        """Whether a kept and a reduced axis of ``x`` are parts of one row axis, as for windows of tokens."""
         for piece in self.maps.map(x).pieces:
             for own in piece.source_axes:
                 has = [any(a in own for d in dims for a in piece.axes[d]) for dims in (kept, gone)]
@@ -199,7 +199,7 @@ class Proofs:
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
         for dim in self._of(node):
             varies = [n for n, at in along(node, dim).items() if not axis_is_broadcast(n, at, self.maps)]
-            # If the factor is the same for all tokens, only the rows vary.
+            # At least two operands have to vary: the rows and the factor.
             if min(len(operands), len(varies)) > 1 and any(self._is_positional(node, n) for n in varies):
                 return True
         return False
@@ -209,7 +209,7 @@ class Proofs:
             return True
         if packet(node) in _CHOICES:
             return val(other).dtype == torch.bool
-        # Rows come from floating-point inputs and are projected. Positions and rotary angles are not.
+        # Rows come from floating-point inputs through projections. Positions and rotary angles do not.
         behind = list(reachable([other], lambda n: [m for m in n.all_input_nodes if not self.maps.is_weight(m)], REACH))
         inputs = [n for n in behind if n.op == "placeholder" and is_tensor(n) and val(n).is_floating_point()]
         if packet(node) in _SUMS:
@@ -227,7 +227,7 @@ class Proofs:
 
 
 def along_all(node: fx.Node, dims: Iterable[int]) -> set[int]:
-    """Return the axes of the only operand that correspond to ``dims`` of ``node``."""
+    """Return the operand axes that correspond to the axes ``dims`` of ``node``."""
     return {at for dim in dims for at in along(node, dim).values()}
 
 
@@ -246,7 +246,7 @@ def _stop(node: fx.Node, code: str, what: str) -> Stop:
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether ``node`` is linear although no rule covers its operator."""
+    """Whether ``node`` is linear although no rule covers it: a sum, mean or cumulative sum."""
     return packet(node) in (aten.sum, aten.mean, aten.cumsum)
 
 

@@ -1,1 +1,1 @@
-"""Describe quantized products and quantized rows as linear maps, which they are up to rounding."""
+"""Describe quantized products and quantized rows as linear maps. Only rounding is ignored."""

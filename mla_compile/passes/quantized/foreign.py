@@ -1,4 +1,4 @@
-"""Recognise products by operators without a rule: libraries multiply by packed weights in kernels of their own."""
+"""Recognise products in operators without a rule. Libraries have their own kernels for packed weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mla_compile.passes.ir.sizes import same
 _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
 
 _ATEN = {"_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm"}
-"""ATen operators that multiply by a quantized weight. Every other ATen operator is no product or has a rule."""
+"""ATen operators that multiply by a quantized weight. All other ATen operators for products have rules."""
 
 
 def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
-    """Return the rows that ``node`` multiplies by a weight in an unknown format; None if it looks like no such product.
+    """Return the rows that ``node`` multiplies by a weight in an unknown format; None if it is no such product.
 
     A product reads weights and rows [..., in], perhaps with scales of the rows, and returns the same number of rows
     with another width.

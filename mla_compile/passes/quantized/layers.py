@@ -27,7 +27,7 @@ def is_known(layer: nn.Module, forward: Callable[..., object]) -> bool:
 
 
 def product_of(node: fx.Node) -> QuantizedLinear | None:
-    """Return the description of the layer that ``node`` calls; None if it calls no layer or one without description."""
+    """Return the description of the layer that ``node`` calls; None if there is no layer or no description."""
     if schema_name(node) != CALL:
         return None
     called = find(str(node.args[2]))
@@ -43,7 +43,7 @@ def _given(layer: nn.Module) -> QuantizedLinear | None:
 
 
 def _module(function: object) -> str:
-    """Return the module that defines a function; ``functools.wraps`` overwrites ``__module__`` but not the globals."""
+    """Return the module that defines a function. ``functools.wraps`` overwrites ``__module__``, but not globals."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
@@ -63,12 +63,11 @@ _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
 
 
 def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe the layer as ``F.linear``. Its rows may be rounded, and before compression its weight, too.
+    """Describe the layer as ``F.linear``. The layer may round its rows and, before compression, its weight.
 
     Return None if the layer rounds its results, or if it is another kind of layer.
 
-    A hook of the model unpacks a packed layer before its first run, but the trace sees the layer packed, as it was
-    loaded.
+    The model unpacks a packed layer in a hook before the first run, but the trace sees the packed layer.
     """
     layer: Any = called.layer
     scheme = getattr(layer, "quantization_scheme", None)
@@ -107,13 +106,13 @@ def _unpacked(own: Any, scheme: Any) -> Tensor:
 
 
 LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forward": _compressed_tensors}
-"""Descriptions of library layers, by the module of the function that replaces their forward."""
+"""Maps the module of a function that replaces a layer's forward to the description of the layer."""
 
 
 def _quanto(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe ``F.linear`` with a weight of quanto's tensor class, which Dynamo can trace only if it has 8 bits.
+    """Describe ``F.linear`` with a weight of quanto's tensor class. Dynamo can trace only weights with 8 bits.
 
-    If rows are rounded, too, their scales are in hooks, and the layer is not described.
+    Return None if the layer rounds rows, because hooks then hold the scales.
     """
     if getattr(called.layer, "activation_qtype", None) is not None:
         return None

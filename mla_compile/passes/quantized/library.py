@@ -1,8 +1,8 @@
 """Operators of quantization libraries, by their qualified names, so that no library is imported.
 
-:data:`PRODUCTS` lists products whose weight has a format of its own, and how it is dequantized. :data:`ROWS` and
-:data:`MEMBERS` list operators that round rows by scales or compute with rounded rows. ``_CHOICES`` lists operators that
-choose scales; the rules of :data:`ROWS` read it.
+:data:`PRODUCTS` lists products with a quantized weight, and how to dequantize the weight. :data:`ROWS` and
+:data:`MEMBERS` list operators that round rows with scales or compute with rounded rows. ``_CHOICES`` lists operators
+that choose scales. The rules of :data:`ROWS` read this list.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _quanto(*, B: Tensor, scales: Tensor, **_: object) -> Tensor:
 def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = None, **_: object) -> Tensor:
     """Dequantize float8 values [out, in].
 
-    Scales are per block (DeepSeek-V3, section 3.3), per 32 columns, or one scale.
+    There is one scale per block (DeepSeek-V3, section 3.3), one per 32 columns, or a single scale.
     """
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
@@ -76,8 +76,8 @@ def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = 
 PRODUCTS = ProductTable(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
-        # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,
-        # the kernel returns the weights, because each of its sums has a single term.
+        # These weights are packed for one kind of machine, and only the kernel can read them. For unit vectors, the
+        # kernel returns the weights, because each of its sums has a single term.
         "aten::_weight_int4pack_mm": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_for_cpu": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),
@@ -103,7 +103,7 @@ PRODUCTS = ProductTable(
 
 @dataclass(frozen=True)
 class _Choice:
-    """The argument names for rows and dtype of an operator that chooses a scale and perhaps a zero point.
+    """An operator that chooses a scale and perhaps a zero point. ``rows`` and ``dtype`` are argument names.
 
     ``symmetric``: whether the scale is chosen for a range around zero; None if the argument ``mapping_type`` decides.
     """
@@ -126,7 +126,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class _Names:
-    """An operator's argument names for the rows, their scale, their zero point and the dtype they are rounded to."""
+    """An operator's argument names for rows, scale, zero point and the dtype of rounded rows."""
 
     x: str
     scale: str
@@ -168,7 +168,7 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     # scale must fit all ordinary rows.
     if low > least or high < most or most - least < 2 * FINE or not _fits_all(chosen, most):
         return None
-    # The zero point must be the one that was chosen with the scale. It is zero for a range around zero.
+    # The zero point must have been chosen together with the scale. For a range around zero, the zero point is zero.
     zero = told[names.zero] if names.zero else None
     symmetric = str(chosen["mapping_type"]).startswith("SYMMETRIC") if choice.symmetric is None else choice.symmetric
     centred = symmetric and abs(least + most) <= 1
@@ -189,14 +189,14 @@ def _fits_all(chosen: dict[str, Any], most: float) -> bool:
 
 
 def _range(told: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
-    """Return the bounds of the values to which an operator rounds; by default, those of the dtype."""
+    """Return the bounds of the values to which an operator rounds; by default, the dtype's bounds."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     low, high = told.get("quant_min"), told.get("quant_max")
     return (info.min if low is None else float(low)), (info.max if high is None else float(high))
 
 
 def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
-    """Return the shape of a scale, padded with the trailing axes of size one that it may lack."""
+    """Return the shape of a scale, padded to the rank of ``x`` with trailing axes of size one."""
     own = shape(scale)
     return (*own, *([1] * (len(shape(x)) - len(own))))
 
@@ -225,11 +225,11 @@ def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe the first result: rows as whole numbers up to 127, scaled by their maxima (the second result)."""
+    """Describe the first result: rows as whole numbers up to 127. The second result is the scale."""
     whole, at = args_of(node)
     told = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)
-    # With a threshold, some columns are set to zero here and computed elsewhere.
+    # If there is a threshold, some columns are set to zero, and another operator computes them.
     if at != 0 or told["threshold"] or stats is None or tracker.is_weight(x):
         return None
     length = block(stats, x)
@@ -243,7 +243,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told = named_arguments(node)
     x, stats = tracker.of(told["A"]), told["row_stats"]
-    # The weight is its int8 values times the largest number of each of its rows, divided by 127.
+    # The weight is int8 values times the largest number of each weight row, divided by 127.
     if x is None or not (tracker.is_weight(told["B"]) and tracker.is_weight(told["col_stats"])):
         return None
     builder = tracker.build(node)
@@ -303,7 +303,7 @@ def _scaled_product(tracker: RowTracker, node: fx.Node, told: dict[str, Any]) ->
 
 
 def _scaled_weight(tracker: RowTracker, node: fx.Node, b: fx.Node, scale: fx.Node) -> fx.Node | None:
-    """Return ``b`` [in, out] times its scales: one scale, one per column, or one per block of 128 by 128 (or by 1)."""
+    """Return ``b`` [in, out] times one scale, one scale per column, or one per block of 128 by 128 or 128 by 1."""
     builder = tracker.build(node)
     rows, columns = shape(b)
     own = shape(scale)
@@ -324,7 +324,7 @@ def _scaled_weight(tracker: RowTracker, node: fx.Node, b: fx.Node, scale: fx.Nod
 def _with_row_scale(
     tracker: RowTracker, x: Scaled | None, by: fx.Node, rows: Scaled, factor: float, node: fx.Node
 ) -> Scaled | None:
-    """Multiply ``x`` by the scale ``by`` of ``rows``, which may have any shape that the operator expects."""
+    """Multiply ``x`` by ``by``, the scale of ``rows``. ``by`` may have any shape that the operator expects."""
     if x is None:
         return None
     if tracker.is_weight(by):
@@ -361,4 +361,4 @@ ROWS: dict[str, RowRule] = {
 """Rules for operators on rounded rows, by name."""
 
 MEMBERS: dict[str, RowRule] = {"bitsandbytes::int8_vectorwise_quant": _bitsandbytes_rows}
-"""Rules for one result of an operator that has several."""
+"""Rules for one result of an operator with several results."""

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def is_quantized(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has a tensor of a byte or less per number, or an operator that rounds. Most graphs do not."""
+    """Whether ``graph`` has tensors with a byte or less per number, or operators that round rows."""
     return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
 
 
@@ -51,7 +51,7 @@ def add_stand_ins(
 ) -> int:
     """Add a stand-in for every node that equals plain rows up to rounding; return the number of stand-ins.
 
-    ``exact``: a node with rounded rows gets no stand-in. It is barred instead, so that an attention that reads it is
+    If ``exact``, a node with rounded rows gets no stand-in. It is barred instead: attentions that read the node are
     refused.
     """
     reader = _Reader(graph, weights, fake_mode, exact=exact)
@@ -88,7 +88,7 @@ class _Reader:
             self._replace(node, found.plain, found.dropped)
 
     def _only_projected(self, node: fx.Node) -> bool:
-        """Whether every reader of ``node``, or of a view or a copy of it, multiplies it by a weight."""
+        """Whether all readers of ``node``, and of its views and copies, multiply it by a weight."""
         for reader in reachable([node], lambda n: n.users if n is node or _shows(n) else ()):
             weighs = is_contraction(reader) and any(n in self.weights for n in reader.all_input_nodes)
             checks = not reader.users and reader.op != "output"  # tracing leaves checks of the dtype without users
@@ -104,7 +104,10 @@ class _Reader:
         return self.tracker.read(node) if rule is None else rule(self.tracker, node)
 
     def _product(self, node: fx.Node) -> tuple[fx.Node, str] | None:
-        """Return ``rows W^T + bias`` for a known product, and what its rows are rounded to; None for other nodes."""
+        """Return a plain ``rows W^T + bias`` for ``node``; None if ``node`` is not a known quantized product.
+
+        The second result is "few bits" if the operator also quantizes its rows, and "" if it does not.
+        """
         call = args_of(node)[0] if packet(node) is operator.getitem else node
         if packet(node) is operator.getitem and args_of(node)[1] != 0:
             return None

@@ -1,6 +1,6 @@
 """Products of rows with a weight in a quantized format, and how each weight is dequantized.
 
-:mod:`mla_compile.passes.quantized.library` lists the known products. Users add others by
+:mod:`mla_compile.passes.quantized.library` lists the known products. Users add products with
 :func:`mla_compile.register_quantized_linear`.
 """
 
@@ -24,9 +24,9 @@ class QuantizedLinear:
 
     Attributes:
         rows: the name of the argument that holds the rows.
-        dequantize: called with all other arguments of the operator by name; returns W [out, in] in a floating dtype, or
-            W and the bias [out] or None. If ``dequantize`` is None, the operator is applied to the unit vectors to get
-            the weight.
+        dequantize: takes all other arguments of the operator by name. Returns W [out, in] in a floating dtype, or a
+            pair of W and the bias [out] (or None). If ``dequantize`` is None, the operator is applied to unit vectors
+            to get W.
         rounds: whether the operator also rounds the rows.
     """
 
@@ -36,7 +36,7 @@ class QuantizedLinear:
 
 
 class ProductTable:
-    """Products by the qualified name of an operator or by a pattern, because some namespaces end in a build's hash."""
+    """Maps operators' qualified names to products. Names may be patterns: some namespaces end in a build's hash."""
 
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
         self._known = dict(known)

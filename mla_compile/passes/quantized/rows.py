@@ -2,12 +2,13 @@
 
     s = amax(|x|) / 127;  q = round(x / s);  y = (q W_q) * s * w        is x (w W_q), up to the rounding of the rows
 
-Every node along the way is described as plain rows times powers of scales (:class:`Scaled`). A node whose scales have
-cancelled is an ordinary tensor up to rounding, and a stand-in represents it (:mod:`mla_compile.passes.ir.stand_in`).
+Every node along the way is described as plain rows times powers of scales (:class:`Scaled`). If all scales of a node
+have cancelled, the node is an ordinary tensor up to rounding, and a stand-in represents it
+(:mod:`mla_compile.passes.ir.stand_in`).
 
-Dropping the rounding is legal because the scale fits the rows: it is computed from the largest number of each block of
-these rows (:mod:`mla_compile.passes.quantized.scales`). Therefore no number is clipped, and every rounding error is a
-fraction of the scale.
+Dropping the rounding is legal because each scale is computed from the largest number of a block of these rows
+(:mod:`mla_compile.passes.quantized.scales`). Therefore no number is clipped, and every rounding error is a fraction of
+the scale.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Scaled:
 
     Attributes:
         zero: the offset: a number, or the zero points that were chosen with a scale.
-        summed: the weight by which rows plus ``zero`` were multiplied, and the weight's axis that was summed over.
+        summed: the weight that multiplied rows plus ``zero``, and the summed axis of this weight.
         low, high: the bounds of the node's numbers.
         whole: whether the numbers are whole.
         projected: whether the rows were multiplied by a weight after they were rounded.
-        dropped: what the rows were rounded to, in words for the report; empty if they were not rounded.
+        dropped: the format to which rows were rounded, in words; empty if they were not rounded.
     """
 
     plain: fx.Node
@@ -110,7 +111,7 @@ class RowTracker:
         return self.known.get(node) if isinstance(node, fx.Node) else None
 
     def read(self, node: fx.Node) -> Scaled | None:
-        """Describe ``node`` by the descriptions of its operands; None if no rule exists or its rule does not fit."""
+        """Describe ``node`` from the descriptions of its operands; None if no rule fits."""
         op = packet(node)
         rule = _RULES.get(op)
         return None if rule is None else rule(self, node)
@@ -119,7 +120,7 @@ class RowTracker:
         return isinstance(node, fx.Node) and node in self.weights
 
     def scale_of(self, node: fx.Node, rows: fx.Node) -> tuple[Scale, float] | None:
-        """Return ``node``, which multiplies ``rows``, as a scale and a factor; None if it is no scale of these rows."""
+        """Return ``node`` as a scale of ``rows`` and a factor; None if it is no scale of these rows."""
         if not is_tensor(node) or self.is_weight(node) or not covers(shape(node), shape(rows)):
             return None
         root, exponent, factor = power_of(node)
@@ -151,7 +152,7 @@ class RowTracker:
         return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True, summed=summed)
 
     def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: object) -> Scaled | None:
-        """Multiply ``x`` by a number, a weight or a scale, or divide it, depending on ``op``."""
+        """Multiply or divide ``x`` by a number, a weight or a scale. ``op`` is the operator."""
         if x.zero is not None:
             return None
         builder = self.build(node)
@@ -164,7 +165,7 @@ class RowTracker:
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
-        if _outer(by, self.weights):  # the scales of rows and weights, which were multiplied with each other first
+        if _outer(by, self.weights):  # the scales of rows times the scales of weights
             first = self.multiplied(node, x, args_of(by)[0], op)
             return first and self.multiplied(node, first, args_of(by)[1], op)
         found = self.scale_of(by, x.plain)
@@ -175,7 +176,7 @@ class RowTracker:
         return scaled and replace(scaled, plain=self._times(builder, x.plain, factor**sign))
 
     def started(self, node: fx.Node, rows: fx.Node, by: fx.Node, op: object) -> Scaled | None:
-        """Describe ``rows`` divided by a scale that is computed from their own largest numbers."""
+        """Describe ``rows`` divided by a scale that is computed from the largest numbers of ``rows``."""
         found = self.scale_of(by, rows) if val(rows).dtype.is_floating_point else None
         if found is None:
             return None
@@ -271,7 +272,7 @@ def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     by = by if packet(node) is aten.add else -by
     moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
-    # With an offset beyond the range of the rows, rounding the sum could lose the rows.
+    # If the offset is larger than the range of the rows, rounding the sum could lose the rows.
     near = abs((x.zero or 0) + by) <= x.high - x.low + 1
     return moved if near and _holds(val(node).dtype, moved) else None
 

@@ -1,7 +1,7 @@
-"""Scales of rows: which power of a tensor a scale is, and whether that tensor holds the largest magnitudes of the rows.
+"""Scales of rows. A scale is a power of a root tensor, which may hold the largest magnitudes of the rows.
 
-Each number of a scale belongs to one block of the rows; the blocks are equally long and adjacent in memory.
-Views keep that order, so a scale is identified by its root node and the length of a block.
+Each number of a scale belongs to one block of the rows. Blocks are equally long and adjacent in memory. Views keep
+this order, so a scale is identified by the root node and the length of a block.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mla_compile.passes.ir.sizes import Size, quotient, same
 aten = torch.ops.aten
 
 TINY = 2.0**-6
-"""The most to which a guard against division by zero may raise the largest magnitude of a block.
+"""The maximum bound of a guard against division by zero. The guard raises a block's largest magnitude to its bound.
 
 Blocks with smaller numbers get fewer steps than the format has. A guard with a higher bound would change ordinary rows,
-so it is treated as a part of the model.
+so it is treated as part of the model.
 """
 
 
 @dataclass(frozen=True)
 class Scale:
-    """``root`` to the power ``exponent``, with one number for each ``block`` numbers of the rows in memory order."""
+    """``root ** exponent``. Each number scales ``block`` numbers of the rows that are adjacent in memory."""
 
     root: fx.Node
     block: Size
@@ -45,11 +45,11 @@ COPIES = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten
 
 
 def regrouped(node: fx.Node) -> fx.Node | None:
-    """Return the tensor that ``node`` is a view of, in any spelling, if the numbers keep their order."""
+    """Return the tensor of which ``node`` is a view, if the numbers keep their order; else None."""
     if packet(node) not in REGROUPS:
         return None
     x: fx.Node = argument(node, 0, "self")
-    return x if val(x).dtype == val(node).dtype else None  # otherwise the view reads the same bytes as another dtype
+    return x if val(x).dtype == val(node).dtype else None  # otherwise the view reinterprets the bytes
 
 
 def copied(node: fx.Node) -> fx.Node | None:
@@ -95,7 +95,7 @@ def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
 
 
 def _before(node: fx.Node) -> fx.Node | None:
-    """Take one step back to a tensor with the same numbers in the same order."""
+    """Return a tensor one step upstream with equal numbers in equal order, or None."""
     return regrouped(node) or _float_copy(node) or _turned_back(node)
 
 
@@ -106,7 +106,7 @@ def _float_copy(node: fx.Node) -> fx.Node | None:
 
 
 def _turned_back(node: fx.Node) -> fx.Node | None:
-    """Skip a permutation that undoes an earlier one; such pairs occur because kernels need scales stored by columns."""
+    """Skip a permutation that undoes an earlier permutation. Kernels that need scales stored by columns cause this."""
     back = _order(node)
     if back is None:
         return None
@@ -119,7 +119,7 @@ def _turned_back(node: fx.Node) -> fx.Node | None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """List, for each axis of ``node``, the operand's axis that becomes it; None unless ``node`` is a permutation."""
+    """Return the operand's axis for each axis of ``node``; None unless ``node`` is a permutation."""
     order = list(range(len(shape(node))))
     if packet(node) is aten.permute:
         return [axis(d, len(order)) for d in argument(node, 1, "dims")]
@@ -167,7 +167,7 @@ def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
 
 
 def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
-    """Return the tensor of whose blocks ``node`` holds the largest magnitudes, and the length of a block."""
+    """Return a tensor and a block length if ``node`` holds the largest magnitude of each block; else None."""
     whole = node
     if packet(node) is operator.getitem and args_of(node)[1] == 0:
         whole = args_of(node)[0]
@@ -193,7 +193,7 @@ def _several(dims: Any) -> list[int]:
 
 
 def _numbers(node: fx.Node) -> fx.Node:
-    """Return the first node with the same numbers in the same order as ``node``."""
+    """Return the first node upstream with the numbers of ``node`` in equal order."""
     while (x := _before(node)) is not None:
         node = x
     return node

@@ -11,7 +11,7 @@ from mla_compile.passes.ir.walk import reachable
 
 
 def stored_leaves(weight: fx.Node) -> list[fx.Node]:
-    """Return the stored tensors from which ``weight`` is computed if one of them holds narrow numbers; else nothing."""
+    """Return the stored tensors from which ``weight`` is computed; an empty list if none holds narrow numbers."""
     tensors = [n for n in made_of(weight) if n.op in ("placeholder", "get_attr") or n.target is getattr]
     return tensors if any(is_narrow(val(n).dtype) or _is_packed(val(n)) for n in tensors) else []
 

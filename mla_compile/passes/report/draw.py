@@ -1,8 +1,8 @@
 """Draw the nodes around an attention for a report.
 
-A rewritten attention is drawn twice: one drawing shows the removed nodes, the other the new nodes, and both show the
-inputs of these nodes. An attention that stays is drawn back to the projections of its queries, keys and values. A chain
-of views becomes one box. A tensor that is computed only from weights becomes one box, named after the weights.
+A rewritten attention is drawn twice: one drawing shows the removed nodes and their inputs, the other shows the new
+nodes and their inputs. An attention that stays is drawn back to the projections of queries, keys and values. A chain of
+views becomes one box. A tensor that is computed only from weights becomes one box, named after the weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mla_compile.passes.sources.records import Verdict
 
 aten = torch.ops.aten
 MOST = 60
-"""The most nodes that a drawing expands; nodes farther from the attention are drawn as inputs.
+"""A drawing expands at most this many nodes, so that it fits on one page.
 
-More boxes are not readable on one page.
+Nodes farther from the attention are drawn as inputs.
 """
 
 _VIEWS = (moves.Copy, moves.Rearrange, moves.Slice, moves.Select)
@@ -64,7 +64,7 @@ class Sketch:
         return self.around(node, stop.node)
 
     def around(self, node: fx.Node, blame: fx.Node | None) -> SiteDrawing:
-        """Draw the nodes that lead to ``node`` from the nearest products with weights."""
+        """Draw the graph upstream of ``node``, back to the nearest products with weights."""
         start = self._nodes[node.name]
         way = _between([self._nodes[blame.name]], start) if blame is not None and blame.name in self._nodes else set()
         draft = _Draft(self.weights, lambda _: True, self._is_projection, blamed=blame.name if blame else "")
@@ -72,7 +72,7 @@ class Sketch:
         return SiteDrawing(draft.drawn(start))
 
     def rewritten(self, verdict: Verdict, absorbed: Absorbed) -> SiteDrawing:
-        """Draw a rewritten attention, whose old nodes are no longer in the graph."""
+        """Draw a rewritten attention: the old nodes, and the nodes that replaced the old nodes."""
         assert verdict.plan is not None
         site, out = verdict.site, absorbed.out
         rows = {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
@@ -98,7 +98,7 @@ class _Draft:
     """A drawing under construction.
 
     Nodes that satisfy ``inside`` or show a cache are expanded, that is, their inputs are drawn. All other nodes end the
-    drawing. Of the inputs of a node that satisfies ``ends_at``, only views and nodes that show a cache are expanded.
+    drawing. If a node satisfies ``ends_at``, an input of the node is expanded only if it is a view or shows a cache.
     Nodes in ``always`` are expanded even if the drawing is full.
     """
 
@@ -122,11 +122,11 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered=entered)
             self.reads[node] = self._inputs(node) if entered else []
-            # The inputs of such a node end the drawing too, except for views and nodes that show a cache.
+            # The inputs of such a node are expanded only if they are views or show a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
-        # All boxes must be known before views are merged, because a view that another drawn node reads stays.
+        # All boxes must be known before views are merged, because a view with several drawn readers is not merged.
         self._contract(start)
         order = [n for n in start.graph.nodes if n in self.boxes]
         place = {node: i for i, node in enumerate(order)}
@@ -141,7 +141,7 @@ class _Draft:
         return self.inside(node) or self._shows_cache(node)
 
     def _shows_cache(self, node: fx.Node) -> bool:
-        """Whether the drawing shows a cache at ``node``: a join of new rows to an input, or a view of such a join."""
+        """Whether ``node`` joins new rows to a cached input, or is a view of such a join."""
         node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
@@ -155,7 +155,7 @@ class _Draft:
         return any(_is_join(reader) for reader in readers)
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Whether ``node`` is computed from weights alone, even if a rewrite added it."""
+        """Whether ``node`` is computed from weights alone. A rewrite may have added ``node``."""
         if node not in self.constant:
             sources = node.all_input_nodes
             self.constant[node] = node.name in self.weights or (
@@ -164,7 +164,7 @@ class _Draft:
         return self.constant[node]
 
     def _inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Return the tensors that ``node`` reads; for a getitem, the tensors that its operator reads."""
+        """Return the tensors that ``node`` reads. If ``node`` is a getitem, return the inputs of its operator."""
         if node.target is operator.getitem:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:
@@ -227,17 +227,17 @@ def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether ``node`` is a view or a copy: it holds only numbers of the one tensor that it reads."""
+    """Whether ``node`` is a view or a copy of one tensor, or of a part of the tensor."""
     return isinstance(decode(node), _VIEWS)
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the tensor that ``node`` is a view of, through nested views; ``node`` itself if it is no view."""
+    """Return the tensor of which ``node`` is a view, perhaps a nested view; ``node`` itself if it is no view."""
     return behind(node, _VIEWS)[-1]
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether ``node`` combines numbers of several tensors into one."""
+    """Whether ``node`` combines elements of several tensors into one tensor."""
     return isinstance(decode(node), _JOINS) or packet(node) in _OTHER_JOINS
 
 

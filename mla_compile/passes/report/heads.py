@@ -39,7 +39,7 @@ def reports_of(
 
 
 def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict[str, list[Verdict]]:
-    """Return the verdicts on which each report of :func:`reports_of` is based, by the name of the unsplit attention."""
+    """Map the name of each unsplit attention to the verdicts for its report in :func:`reports_of`."""
     split_of = {g.node: s for s in splits for g in s.groups}
     found: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
@@ -105,7 +105,7 @@ def split_report(
 
 
 def _rows(verdicts: Mapping[fx.Node, Verdict], split: SplitSite) -> int:
-    """Count the values per token of all row tensors. A tensor that several groups share counts once."""
+    """Return the values per token of all row tensors. A tensor that several groups share is counted once."""
     plans = [verdicts[g.node].plan for g in split.groups]
     rows = {r.node: r for plan in plans if plan is not None for r in plan.rows}
     return sum(r.size * r.count for r in rows.values())
@@ -116,7 +116,7 @@ def _same(values: Sequence[str | None]) -> str | None:
 
 
 def _dims(found: Sequence[Dims | None]) -> Dims | None:
-    """Return the sizes if all groups agree on them, with H counting the absorbed heads."""
+    """Return the sizes if all groups agree; H is the number of absorbed heads."""
     known = [d for d in found if d is not None]
     if len(known) != len(found) or len({replace(d, H=1) for d in known}) != 1:
         return None

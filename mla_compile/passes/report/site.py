@@ -33,7 +33,7 @@ def site_report(
 ) -> SiteReport:
     """Report what happened to one attention, with figures if its sizes are known.
 
-    ``counted``: the indexer scores whose cost earlier reports include. The scores of this report are added.
+    ``counted``: the indexer scores whose cost earlier reports include. This report's scores are added to the set.
     """
     done = "products rewritten one by one" if verdict.absorb else "no operator takes its place"
     notes = [f"{done}: {verdict.site.open_core}"] if verdict.site.open_core else []
@@ -66,7 +66,7 @@ def site_report(
     compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
     if chooses is not None and counted is not None:
-        chooses = None if chooses.scores in counted else chooses  # in an earlier report
+        chooses = None if chooses.scores in counted else chooses
         counted |= set() if chooses is None else {chooses.scores}
     errors = [f.error for f in folded or () if f.error is not None]
     return replace(
@@ -93,7 +93,7 @@ _SEVERAL = "its rows lie in {count} memories, which are not joined any more: one
 
 
 def fused_told(fusion: Fusion) -> list[str]:
-    """Return the notes on an attention over shared rows that was replaced by the attention operator."""
+    """Return the notes on an attention over shared rows that the attention operator replaced."""
     several = _SEVERAL.format(count=len(fusion.memories))
     return [*(note for plan in fusion.each for note in _masks(plan)), several if fusion.memories else _FUSED]
 
@@ -125,7 +125,7 @@ def _roundings(verdict: Verdict) -> list[str]:
 
 
 def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
-    """Add the cost of choosing keys to the report on an attention over shared rows, if it has an index list."""
+    """If an attention over shared rows has an index list, add the cost of choosing keys to the report."""
     for plan in fusion.each:
         if (listed := chosen_keys(plan)) is not None:
             chooses = choosing(plan)
@@ -142,7 +142,7 @@ def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
     """Complete the report on a site that is absorbed in part.
 
-    If one side stays, its cache and its computation are unknown. So only sites with rows for both sides get figures.
+    Only a site with rows for both sides gets figures, because the cache of a side that stays is unknown.
     """
     report = replace(
         report,
@@ -158,13 +158,13 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
-    """Report an attention of which only ``node`` is known: its softmax, or the operator that computes all of it."""
+    """Report an attention of which only ``node`` is known: a softmax, or an operator that computes everything."""
     code = Code(stop.code)
     fix = CODES[code].fix
     if code is Code.UNSUPPORTED_OP:
         written = "softmax" in operator_name(node)
         fix = "write the scores with mul, add, masked_fill, where, softmax, view and transpose"
-        if is_contraction(stop.node):  # it may mix heads, which no rewriting of the scores would avoid
+        if is_contraction(stop.node):  # the product may mix heads, so rewriting the scores would not help
             fix = f"absorb by hand: {(CODES[Code.NOT_SOFTMAX].fix or '').partition(': ')[2]}"
         fix = fix if written else "call F.scaled_dot_product_attention, or write the attention out"
     return SiteReport(

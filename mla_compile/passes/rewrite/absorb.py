@@ -11,14 +11,13 @@ After::
     o~ = mla_compile.decode_attention(q~, c, k_rope, mask, scale)      # [B, S, H, L]; reads L+R values per token
     out = einsum(o~, W_v)
 
-because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2). A bias
-on the keys adds the same number to every score of a row, which the softmax cancels. A bias on the values is added
-once, because the probabilities of a row sum to 1.
+Both forms are equal because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv
+2405.04434, 2.1.2). A bias on the keys adds the same number to every score of a row, and the softmax cancels this
+number. A bias on the values is added once, because the probabilities of a row sum to 1.
 
-Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
-absorbed, each product is replaced separately (:mod:`mla_compile.passes.rewrite.products`). There is one exception: if
-the only obstacle is that some columns of the keys come from per-head rows, the operator is still used, and the scores
-of those columns are added to the mask.
+If the core is open (``open_core``), or if only a part of the attention can be absorbed, each product is replaced
+separately (:mod:`mla_compile.passes.rewrite.products`). There is one exception. If the only obstacle is that some key
+columns come from per-head rows, the operator is still used, and the scores of these columns are added to the mask.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from mla_compile.passes.sources.records import AbsorbPlan
 aten = torch.ops.aten
 
 HIDDEN = -1e30
-"""This number is added to scores that the model replaces by a large negative number.
+"""The mask value for scores that the model replaces by a finite number.
 
-Even in float64, rounding loses any score that is added to this number. So a row without a visible key gives all keys
-the same weight, as in the model, where all scores of such a row are the same number.
+Adding a score to this value changes nothing, even in float64. So a row without a visible key gives all keys equal
+weight. The model also does this, because it gives all keys of such a row equal scores.
 """
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False) -> Absorbed:
     """Rewrite one site. Dead code removal deletes the nodes that are no longer needed.
 
-    ``lengths`` is shared with the sites that were rewritten earlier. ``merges``: whether a weight that is a sum is
-    added up into one tensor, because the weight will be folded.
+    ``lengths``: writes lengths into the graph, and is shared by all sites. ``merges``: whether to add up the terms of a
+    weight into one tensor, because the weight will be folded.
     """
     rewriter = (
         Whole(plan, fake_mode, lengths, merges=merges)
@@ -70,7 +69,7 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths,
 
 
 class Operands(NamedTuple):
-    """The operator's inputs: query [B,S,H,L+R], rows [B,T,L] and [B,T,R], and values if they are not the latent."""
+    """The operator's inputs: query [B,S,H,L+R], latent [B,T,L], rope [B,T,R] and values (None: the latent)."""
 
     query: fx.Node
     latent: fx.Node
@@ -79,7 +78,7 @@ class Operands(NamedTuple):
 
 
 class Whole(Sides):
-    """Rewrites the whole attention to one operator."""
+    """Replaces the whole attention by one operator."""
 
     def __init__(
         self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False
@@ -155,14 +154,14 @@ class Whole(Sides):
         )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
-        """Return the probability [B,S,H] of all keys together in a softmax with a sink.
+        """Return the total probability [B,S,H] of all keys in a softmax with a sink.
 
-        This is ``exp(lse) / (exp(lse) + exp(sinks))``. It is 1 where the sink is minus infinity, and 0 in a row without
-        a visible key.
+        This is ``exp(lse) / (exp(lse) + exp(sinks))``. The probability is 1 if the sink is minus infinity, and 0 for a
+        row without a visible key.
         """
         target = (self.plan.batch, self.site.queries, self.plan.heads)
-        # A bias on the keys adds the same number to all scores of a row, so the operator's scores omit it. The score of
-        # a sink has no such bias, so here the log-sum-exp has to include the bias.
+        # The operator's scores omit a bias on the keys, which adds the same number to all scores of a row. The score of
+        # a sink has no bias, so the log-sum-exp has to include the bias here.
         biases = [
             self._bias_scores(self.site.products[t.product], t, self.outer)
             for t in self.plan.keys
@@ -197,7 +196,7 @@ class Whole(Sides):
             # A pad operator would specialise symbolic sizes to the numbers seen in the trace.
             again = call(aten.cat.default, [call(aten.ne.Tensor, first, first), again], 2)
             listed = call(aten.masked_fill.Scalar, listed, again, -1)
-        if chosen.any_number:  # entries too large for int32 name no key either
+        if chosen.any_number:  # entries beyond int32 name no key
             listed = call(aten.clamp.default, listed, -1, 2**31 // chosen.block - 1)
         if chosen.block > 1:
             inside = call(aten.arange.default, chosen.block, device=val(listed).device)
@@ -217,9 +216,9 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
-        """Merge all masks and extra scores into one mask.
+        """Merge all masks and extra scores into one mask, which is boolean or additive.
 
-        The result is boolean if it only hides keys. Otherwise it is additive, in float32 or wider.
+        An additive mask is in float32 or wider.
         """
         keep: fx.Node | None = None
         added: fx.Node | None = None
@@ -241,9 +240,9 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        # All masks have one fill value: an attention with several values has an open core and is not rewritten here.
+        # All masks have one fill value, because several fill values make an open core, which is not rewritten here.
         (fill,) = {term.fill for term in self.plan.visible.masks if term.kind != "add"}
-        # With a finite fill, a row without a visible key gives all keys the same weight and does not become zero.
+        # If the fill is finite, a row without a visible key gives all keys equal weight and does not become zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:
@@ -279,7 +278,7 @@ class Whole(Sides):
         return self._laid_out(term.operand, (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys))
 
     def _laid_out(self, operand: Operand, target: tuple[Axis, ...]) -> fx.Node:
-        """Arrange ``operand`` along the axes ``target``; axes that it lacks get length 1."""
+        """Arrange ``operand`` along the axes ``target``; axes that ``operand`` lacks get length 1."""
         own = set(flatten(operand.axes))
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
@@ -288,6 +287,6 @@ class Whole(Sides):
             if axis and not same(shape(node)[dim], axis_size(axis)):  # the model never read the rest of this axis
                 node = self.builder.call(aten.slice.Tensor, node, dim, 0, *self.sizes.shape([axis]))
         node = arrange(self.builder, self.sizes, node, operand.axes, each)
-        # The heads may be a product of atoms. An operand that has only one of these atoms is repeated along the others.
+        # The heads may be a product of atoms. An operand is repeated along the atoms that it lacks.
         node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

@@ -1,4 +1,4 @@
-"""Turn an attention that already reads rows shared by all heads into the operator; no weights are involved."""
+"""Replace an attention by the operator if it already reads shared rows. No weights are involved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _ByHand(Whole):
         self.columns = fusion.columns
 
     def _operands(self) -> Operands:
-        """If the values are columns of the keys' rows, pass these columns as latent and the others as rotary keys."""
+        """If the values are columns of the rows, pass them as the latent and all other columns as rotary keys."""
         if self.columns is None:
             return super()._operands()
         query, rows = self._query(self.plan.latent), self._rows(self.plan.latent)
@@ -55,7 +55,7 @@ class _ByHand(Whole):
 
 
 class _Memories(Whole):
-    """One operator call for each memory of the rows, with the results merged as in :mod:`mla_compile.kernels.merge`."""
+    """Calls the operator once for each memory, and merges the results as in :mod:`mla_compile.kernels.merge`."""
 
     def __init__(self, fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
         super().__init__(replace(fusion.plan, visible=together(fusion.memories)), fake_mode, lengths)
@@ -66,7 +66,7 @@ class _Memories(Whole):
         sums = call(aten.stack.default, each)
         weights, _ = weights_of(self.builder, sums)
         terms = []
-        for part, out in enumerate(outs):  # stacking the outputs would copy them, and they are large in a prompt
+        for part, out in enumerate(outs):  # stacking would copy the outputs, which are large in a prompt
             weight = call(aten.unsqueeze.default, call(aten.select.int, weights, 0, part), -1)
             terms.append(call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight))
         total = reduce(partial(call, aten.add.Tensor), terms)

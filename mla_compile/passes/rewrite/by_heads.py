@@ -4,11 +4,11 @@ Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...))
 
 After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
 
-The operators and the numbers are the same. But of each per-head tensor, only the slice of one group is in memory at a
-time. For that, the groups have to run one after the other. A compiler, however, first runs everything whose inputs are
-ready, such as the keys of all groups. Therefore, a group reads copies of its weights and of any rotary key that it
-repeats for its heads. Each copy is made only when the previous group is done (``mla_compile::copy_after``). All copies
-together are no larger than the weights plus one rotary key per group.
+The results do not change, but memory holds each per-head tensor for only one group at a time. So the groups have to run
+one after the other. A compiler, however, first runs every operator whose inputs are ready, such as the keys of all
+groups. Therefore, each group reads copies of its weights and of the rotary key. A group's copies are made only when the
+previous group is done (``mla_compile::copy_after``). All copies together are no larger than the weights plus one rotary
+key per group.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ aten = torch.ops.aten
 def by_heads(
     region: Region, bounds: Sequence[int], fake_mode: FakeTensorMode | None, *, in_order: bool, pad: bool
 ) -> fx.Node:
-    """Compute ``region`` in groups of heads, separated by ``bounds``; the old nodes stay until nothing reads them.
+    """Compute ``region`` in groups of heads, separated by ``bounds``; return the joined output of all groups.
 
-    ``in_order``: whether each group waits for the previous one, which is necessary if a compiler schedules the graph.
-    Otherwise, only the order of the nodes separates the groups. ``pad``: whether values narrower than the keys are
-    padded, because torch's fused attention on CPUs requires equal widths.
+    ``in_order``: whether each group waits for the previous group, as is necessary if a compiler schedules the graph.
+    ``pad``: whether to pad values to the width of the keys, because torch's fused attention on CPUs requires equal
+    widths.
     """
     maker = _GroupMaker(region, fake_mode, pad=pad)
     builder, dim = maker.builder, region.dim
@@ -78,14 +78,14 @@ class _GroupMaker(PartMaker):
         return self._in_turn(super()._slice(node, dim, start, stop))
 
     def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:
-        # All heads share this rotary key. Without waiting, a compiler could copy it for all groups at once.
+        # All heads share this rotary key. Otherwise, a compiler could copy the key for all groups at once.
         how = decode(node)
         if part is None and isinstance(how, Expand):
             part = self._in_turn(how.x)
         return super()._in_shape(node, dim, length, part)
 
     def _in_turn(self, x: fx.Node) -> fx.Node:
-        """Return ``x``, or a copy of it that is made only after the previous group."""
+        """Return a copy of ``x`` that is made after the previous group; ``x`` itself if ``after`` is None."""
         return x if self.after is None else self.builder.call(torch.ops.mla_compile.copy_after.default, x, self.after)
 
     def _again(
@@ -97,8 +97,8 @@ class _GroupMaker(PartMaker):
         wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
         if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
             return super()._again(node, op, args, kwargs)
-        # The padded columns give zeros, which are cut off again. `constant_pad_nd` on fake tensors would specialise
-        # symbolic sizes.
+        # The padded columns become zeros in the output, which are cut off. `constant_pad_nd` would specialise symbolic
+        # sizes of fake tensors.
         query, key, value, *others = args
         assert isinstance(value, fx.Node)
         lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]

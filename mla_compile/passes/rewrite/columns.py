@@ -2,9 +2,9 @@
 
 Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
 
-Models join the rotated and the unrotated columns of the query. In the absorbed form, each part is used separately, and
-the join is not needed. A downstream compiler does not look through the join: for each column that it computes, it tests
-which part the column belongs to.
+Models join the rotated and the unrotated columns of the query. The absorbed form uses each part separately and does not
+need the join. A downstream compiler does not remove the join. Its code tests for every column which part holds the
+column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_compile.passes.ir.walk import remove_dead_code
 
 
 def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Replace slices that rewrites added and that lie within one part of a join; return how many."""
+    """Let slices that rewrites added read a joined part, if this part holds the slice; return how many."""
     done = 0
     for node in list(graph.nodes):
         how = decode(node) if OURS in node.meta else None
@@ -43,7 +43,7 @@ def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
-    """Return the innermost part of joins along ``dim`` that has all positions ``taken``, and their range in it."""
+    """Return the innermost joined part that holds all positions ``taken``, and the range of these positions in it."""
     how = decode(x)
     if not isinstance(how, Join) or how.dim != dim:
         return x, taken
@@ -53,7 +53,7 @@ def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
         if not isinstance(length, int):
             break
         if start <= taken.start and taken.stop <= start + length:
-            same = val(part).dtype == val(x).dtype  # a join converts to the widest of its parts
+            same = val(part).dtype == val(x).dtype  # a join converts to the widest dtype of its parts
             return _part(part, dim, range(taken.start - start, taken.stop - start)) if same else (x, taken)
         start += length
     return x, taken

@@ -8,7 +8,7 @@ After::
 
     q~ = einsum(q, _to_copy(kept, float32))    with kept = w, an input in the precision of the model
 
-The runtime keeps these inputs up to date, as it does folded weights (:class:`mla_compile.core.program.FoldedWeight`).
+The runtime keeps these inputs up to date, like folded weights (:class:`mla_compile.core.program.FoldedWeight`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def dequantize_once(
     mode: Dequantize,
     heads: Heads | None = None,
 ) -> int:
-    """Turn dequantized weights of absorbed sites into inputs where that saves time; return how many.
+    """Turn dequantized weights of absorbed sites into inputs; return how many.
 
-    ``heads``: the operator that multiplies a few rows by a per-head weight, or None if this machine has none.
+    ``mode``: "once" converts all weights, "step" none, and "auto" weights that save time. ``heads``: the operator that
+    multiplies a few rows by a per-head weight; None if this machine has none.
     """
     done = 0
     if mode == "step":
@@ -61,23 +62,22 @@ def dequantize_once(
 
 
 def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads: Heads | None) -> bool:
-    """Whether a step that reads the dequantized weight takes less time than a step that dequantizes it.
+    """Whether a step is faster if it reads the dequantized weight instead of the stored weight.
 
-    The operator ``heads`` reads weights at memory bandwidth, including stored weights whose conversion is exact. For
-    other stored weights, a compiler's loops take several times as long per value. Without ``heads``, the bytes that are
-    moved decide. For a few rows, a compiler reads the stored numbers directly
-    (:mod:`mla_compile.passes.rewrite.project`), unless a library's operator dequantizes them. In all other cases, the
-    weight is written in float32 and read again.
+    If the operator ``heads`` takes all products, the answer is yes unless ``heads`` can read the stored weight.
+    In all other cases, the moved bytes are compared. A compiler reads the stored numbers directly if there are few rows
+    (:mod:`mla_compile.passes.rewrite.project`) and no library's operator dequantizes the weight. If not, each step
+    writes the weight in float32 and reads it again.
     """
     reading = reachable([weight], lambda n: n.users if n is weight or packet(n) is aten._to_copy else ())
     products = [n for n in reading if packet(n) is aten.einsum and OURS in n.meta]
     if heads is not None and products and all(takes(n, heads, dtype) for n in products):
         return not all(reads_stored(n, heads) for n in products)
-    # The stored tensor may hold the weights of both K and V, and this weight is one part of it.
+    # The stored tensor may hold the weights of both K and V, and `weight` may be only a part.
     share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
     read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
     few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
-    # CPUs emulate float8 conversions. That costs more time than is saved by reading fewer bytes.
+    # CPUs emulate float8 conversions, which cost more time than smaller reads save.
     slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)
     fused = few and not slow and not dequantized_by_library(weight)
     return val(weight).numel() * dtype.itemsize < read + (0 if fused else 8 * val(weight).numel())

@@ -1,4 +1,4 @@
-"""Multiply weights ahead of time where the verdict asks for it.
+"""Multiply weights ahead of time if the verdict says so.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
-The folds are extra inputs of the program, computed in float32 or wider and rounded once to the model's dtype. The
-runtime keeps them up to date (:class:`mla_compile.core.program.FoldedWeight`). No pattern is needed to find the
-products to fold: the linear map of q~ over c' *is* the folded weight.
+Folds are additional inputs of the program. They are computed in float32 or wider, and rounded once to the model's
+dtype. The runtime updates them (:class:`mla_compile.core.program.FoldedWeight`). No pattern matching is needed: the
+linear map from c' to q~ *is* the folded weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 def fold(
     program: Program, maps: Maps, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]
 ) -> dict[str, list[Folded]]:
-    """Fold what the verdicts ask for; return the folded products by the name of each site's original node."""
+    """Fold as the verdicts say; return the folded products by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
     folder = _Folder(program, maps)
     for site, verdict in zip(sites, verdicts, strict=True):
@@ -62,13 +62,13 @@ class _Folder:
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
-        """Replace ``node``, which is q W_kc, by one product with the rows that q is projected from."""
+        """Replace ``node`` (q W_kc) by one product of a fold and the rows from which q is projected."""
         (piece, *others) = self.maps.map(node).pieces
         cut = None if others else narrowest_cut(piece, 1)
         return None if cut is None else self._replace(node, cut, "query", dtype)
 
     def output(self, site: Absorbed) -> Folded | None:
-        """Replace the output projection of ``site`` by one product with the attended latent."""
+        """Replace the output projection of ``site`` by one product of a fold and the attended latent."""
         projection = output_projection(site.out)
         if projection is None or site.latent is None:
             return None
@@ -81,7 +81,7 @@ class _Folder:
             return None
         if gathered(n for f in (piece.weight, piece.bias) if f is not None for n in f.expr.leaves()):
             return None
-        # The size of a symbolic atom can be read only from an axis of its own.
+        # The size of a symbolic atom can be read only if the atom is a whole axis.
         if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
             return None
         builder = Builder(node, self.program.fake_mode)
@@ -103,7 +103,7 @@ class _Folder:
         return Folded(side, error)
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
-        """Add a program input that holds ``factor``; return it and the relative error of rounding it to ``dtype``."""
+        """Add a program input that holds ``factor`` in ``dtype``; return the input and the relative rounding error."""
         node, closed, names = add_input(self.program, factor.expr, dtype, "folded")
         key = (factor.expr.shape, dtype)
         if key not in self.measured:
@@ -127,7 +127,7 @@ def add_input(
     """Add an input that holds ``expr`` in ``dtype``.
 
     Return the input, the expression in terms of the program's inputs, and the names of these inputs.
-    ``stored``: the value only decodes what the weights store (:attr:`mla_compile.core.program.FoldedWeight.stored`).
+    ``stored``: whether ``expr`` only decodes stored weights (:attr:`mla_compile.core.program.FoldedWeight.stored`).
     """
     closed, names = _closed(expr)
     exact = wide(dtype)
@@ -135,7 +135,7 @@ def add_input(
     def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
-    # The new input is placed after all others, because callers pass the others by position.
+    # The new input is last, because callers pass all other inputs by position.
     value = expr.value.new_empty(expr.shape, dtype=dtype)
     node = new_input(program.gm.graph, f"{name}_{len(program.folds)}", value)
     program.folds.append(FoldedWeight(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
@@ -143,7 +143,7 @@ def add_input(
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """Return ``expr`` in terms of the program's inputs, which are never removed, and the names of these inputs."""
+    """Return ``expr`` in terms of the program's inputs, and their names. These inputs are never removed."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

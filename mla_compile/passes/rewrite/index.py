@@ -1,4 +1,4 @@
-"""Compute an indexer's scores by one operator, which does not write the products of its heads with all keys to memory.
+"""Compute an indexer's scores by one operator, which does not write the scores of each head to memory.
 
 Before::
 
@@ -40,7 +40,7 @@ def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
 
 
 def _weights(builder: Builder, sizes: SizeSources, found: Indexer) -> fx.Node:
-    """Return the weights [B,S,J], multiplied by the factor that the model applies to the results of the relus."""
+    """Return the weights [B,S,J], multiplied by the factor that the model applies after the relu."""
     atoms = (*found.batch, *found.queries, *found.heads)
     each = tuple((a,) for a in atoms)
     node = arrange(builder, sizes, found.weights.node, found.weights.axes, each)

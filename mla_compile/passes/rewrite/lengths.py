@@ -1,4 +1,4 @@
-"""Write the lengths that masks express into the graph: int32 [B], the operator's ``seq_lens``."""
+"""Compute the lengths that masks express, as the operator's ``seq_lens``, int32 [B]."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: SizeSour
 
 
 def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node:
-    """Return ``operand`` as one number per batch entry [B], even if several entries share a number."""
+    """Return ``operand`` as one number per batch entry [B], even if all entries share a number."""
     atoms = tuple((a,) for a in plan.batch)
     node = builder.on_device(operand.node, val(plan.latent.node).device)
     node = arrange(builder, sizes, node, operand.axes, atoms)
@@ -72,7 +72,7 @@ def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: SizeSourc
 
 
 def _key(length: Affine, plan: AbsorbPlan) -> Hashable:
-    """Return a key that is equal for equal lengths, although each site has atoms of its own."""
+    """Return a key that is equal for equal lengths of different sites, which have different atoms."""
     terms = [
         (operand.node, factor, tuple(tuple(plan.batch.index(a) for a in axis) for axis in operand.axes))
         for operand, factor in length.terms.items()

@@ -2,8 +2,8 @@
 
 Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
-After: two products for the scores, a softmax in float32 (or wider) and one product with the values. The formulas are
-those of :mod:`mla_compile.kernels.reference`. If the operator gets a sparse index list (``indices``), the rows of the
+After: two products for the scores, a softmax in float32 (or wider) and one product with the values. The formulas come
+from :mod:`mla_compile.kernels.reference`. If the operator has a sparse index list (``indices``), the rows of the
 listed keys are first gathered for each query.
 """
 
@@ -25,7 +25,7 @@ _TENSORS = ("query", "latent", "rope", "values", "mask", "seq_lens")
 
 
 def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Expand every attention operator of ``graph``; return how many there were."""
+    """Expand every attention operator of ``graph``; return how many were expanded."""
     nodes = [n for n in graph.nodes if packet(n) is torch.ops.mla_compile.decode_attention]
     for node in nodes:
         _expand(node, Builder(node, fake_mode))
@@ -58,14 +58,14 @@ def _alike(
 
 
 def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node, fill: float) -> fx.Node:
-    """Return the mean [B,S,H|1,Lv] of the rows with the greatest mask value, which is ``fill`` for unlisted rows."""
+    """Return the mean [B,S,H|1,Lv] of the rows with the greatest mask value. Unlisted rows have the value ``fill``."""
     call = builder.call
     B, S, k = (builder.size(indices, dim) for dim in range(3))
     heads = shape(mask)[1]
     given = call(aten.expand.default, mask, [B, heads, S, -1])
     others = call(aten.full_like.default, given, fill)
     at = call(aten.clamp_min.default, call(aten.add.Tensor, builder.cast(indices, torch.int64), 1), 0)
-    # Entries that name no key are sent to an extra first column, which is dropped later.
+    # An entry that names no key refers to an extra first column, which is dropped later.
     at = call(aten.masked_fill.Scalar, at, call(aten.gt.Scalar, at, builder.size(values, 1)), 0)
     at = call(aten.expand.default, call(aten.unsqueeze.default, at, 1), [B, heads, S, k])
     before = call(aten.slice.Tensor, others, 3, 0, 1)

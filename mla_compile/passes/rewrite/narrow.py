@@ -1,9 +1,9 @@
-"""Compute only K, or only V, where nothing reads the other half of their shared up-projection any more.
+"""Compute only K or only V if nothing reads the other half of a shared up-projection.
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
-The linear map of ``k`` tells which rows of the weight make it, so every number is the same dot product as before. If
-``k`` is a sum of maps of several row tensors, each summand is computed separately.
+The linear map of ``k`` tells which rows of the weight make ``k``. Every number remains the same dot product. If ``k``
+is a sum of maps of several row tensors, each summand is computed separately.
 :mod:`mla_compile.passes.sources.readers` decides which nodes qualify.
 """
 
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def narrow(nodes: Iterable[tuple[fx.Node, tuple[fx.Node, ...]]], maps: Maps) -> int:
-    """Compute each ``node`` from its ``sources``, without the shared product; return how many were replaced."""
+    """Compute each node directly from its sources, not from the shared product; return how many were replaced."""
     done = 0
-    # In reverse graph order, so that a node with a few tokens of another node is replaced before the other node. Its
-    # tokens are then made from rows, as the verdict assumed.
+    # The order is reversed so that a slice of another node is replaced before the other node. The tokens of the slice
+    # are then made from rows, as the verdict assumed.
     for node, sources in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
         # Rewrites of other sites may have removed the readers of this node.
         if not node.users:
@@ -51,7 +51,7 @@ def _made_alone(node: fx.Node, pieces: Sequence[Piece], fake_mode: FakeTensorMod
     new, *others = (_image(node, piece, builder) for piece in pieces)
     for other in others:
         new = builder.call(aten.add.Tensor, new, other)
-    # Keep the memory order of the old node, so that views of it stay views.
+    # The memory order of the old node is kept, so that its views stay views.
     return new if _same_order(new, node) else same_layout(builder, new, node)
 
 
@@ -98,6 +98,6 @@ def _matrix(factor: Factor, rows: Sequence[Atom], columns: Sequence[Atom]) -> Ex
 
 
 def _vector(factor: Factor, features: Sequence[Atom]) -> Expr:
-    """Lay out a bias as one row over all ``features``, including those that it does not depend on."""
+    """Lay out a bias as one row over all ``features``, including features along which the bias is constant."""
     sizes = [fixed_size([a]) for a in features]
     return aligned(factor, features).call(aten.expand.default, sizes).view([-1])

@@ -1,11 +1,10 @@
 """Let attention read float8 rows in place, without a copy in the model's dtype.
 
-Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)``, which writes a copy of all
-rows
+Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)`` writes a copy of all rows.
 
-After: ``decode_attention(q, values, rope, ..., kv_scale=scales)``, whose kernel multiplies by the scales
+After: in ``decode_attention(q, values, rope, ..., kv_scale=scales)``, the kernel multiplies by the scales.
 
-Each row has one scale, or one per group of columns, as in FlashMLA's row format (512 values, 4 scales).
+Each row has one scale, or one scale per group of columns, as in FlashMLA's row format (512 values, 4 scales).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callable[[torch.device], bool]) -> int:
-    """Pass float8 rows and their scales to the attentions that can read them; return how many attentions changed.
+    """Pass float8 rows and their scales directly to attentions; return how many attentions changed.
 
     ``reads``: tells whether a device has a kernel that reads float8. On other devices, a copy in the model's dtype is
     faster.
@@ -62,8 +61,8 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
 def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return (values, scales) if ``latent`` is float8 values [B,T,L] times scales [B,T,1], [B,T,G] or [B,T,G,1].
 
-    The cast of the values to a wider dtype is exact. If the model rounds the product, that rounding is skipped when the
-    rows are read in place.
+    Casting float8 values to a wider dtype is exact. If the model rounds the product, a kernel that reads the rows in
+    place skips this rounding.
     """
     product = _moved(latent)
     if packet(product) is not aten.mul or not all(is_tensor(n) for n in args_of(product)):
@@ -84,9 +83,9 @@ def _moved(node: fx.Node) -> fx.Node:
 
 
 def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
-    """Return the scales of a product before they are broadcast: one per row, or one per 2^n adjacent columns.
+    """Return the scales of ``product`` before broadcasting: one per row, or one per 2^n adjacent columns.
 
-    The product has the shape of ``latent``, [B,T,L], or the shape [B,T,G,L/G]. Return None for scales of another kind.
+    The shape of ``product`` is [B,T,L], like ``latent``, or [B,T,G,L/G]. Return None for other kinds of scales.
     """
     (B, T, L), whole = shape(latent), shape(product)
     if len(whole) == 3 and same_sizes(shape(scales), whole):

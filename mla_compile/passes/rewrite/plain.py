@@ -1,7 +1,7 @@
 """Emit plain attention as nodes: ``softmax(modify(scale * q k) + masks) v``.
 
-Callers emit the two products with their own axes, and this module emits the operators in between. The formula is that
-of :mod:`mla_compile.kernels.reference`: scores are float32 or wider, and a row without a visible key gives zero, as in
+Callers emit the two products, and this module emits the operators in between. The formula is the one in
+:mod:`mla_compile.kernels.reference`: scores are float32 or wider, and a row without a visible key gives zero, as in
 PyTorch's fused attention.
 """
 
@@ -30,7 +30,7 @@ def masked_scores(
     scores = builder.call(aten.mul.Tensor, scores, scale)
     if modify is not None:
         scores = modify(scores)
-    for mask in masks:  # a generator may add the nodes of each mask only here
+    for mask in masks:  # if `masks` is a generator, it adds nodes in this loop
         if val(mask).dtype == torch.bool:
             scores = hidden(builder, scores, builder.call(aten.logical_not.default, mask))
         else:
@@ -48,8 +48,8 @@ def positions(
 ) -> tuple[fx.Node, fx.Node]:
     """Return the positions of the queries [S,1] and of the keys [T]; the last query has the last key's position.
 
-    ``queries`` and ``keys`` are each given as a tensor and the dimension along which they lie. With ``lengths`` [B],
-    the last query is the last token of its batch entry, and the positions of the queries have shape [B,1,S,1].
+    ``queries`` and ``keys``: a tensor, and its dimension along which the queries or keys lie. If ``lengths`` [B] are
+    given, the last query is the last valid token of a batch entry, and query positions have shape [B,1,S,1].
     """
     call = builder.call
     s, t = builder.size(*queries), builder.size(*keys)

@@ -1,11 +1,11 @@
-"""Rewrite each product of an attention separately; the operators between the products stay as they are.
+"""Rewrite each product of an attention separately. The operators between the products stay unchanged.
 
 Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores = (q W_k) c^T; out = (P c) W_v``.
 
-This rewrite is for attentions whose core is not a plain softmax, and for attentions of which only a part can be
-absorbed. The part is one side, or some columns of the keys; the other columns then keep their own product. A fused
-attention is first written out as products and a softmax. An attention that is absorbed in part is computed in float32
-(or wider), because in half precision it would be rounded more often than the original.
+This rewrite is used if the core is not a plain softmax, or if only a part of the attention can be absorbed. The part
+is one side, or some columns of the keys. All other columns of the keys get a separate product. A fused attention is
+first written out as products and a softmax. If only a part is absorbed, new products are computed in float32 (or
+wider), because half precision would round more often than the original.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ class ProductRewriter(Sides):
         return self._values(attended)
 
     def _replace_scores(self, product: Product) -> None:
-        """Replace ``q . K`` by the sum of ``(q W) . rows`` over the terms of K; keep its place, shape and dtype."""
+        """Replace ``q . K`` by the sum of ``(q W) . rows`` over the terms of K; keep place, shape and dtype."""
         assert product.node is not None
         outer = self.builder
-        # New nodes are added before the product and not before the attention's output, because the readers of the
-        # scores lie in between.
+        # New nodes are inserted at the product, because the readers of the scores come before the attention's output.
         self.builder = Builder(product.node, outer.fake_mode)
         self.sizes.builder = self.builder
         atoms = list(flatten(product.out))
@@ -88,7 +87,7 @@ class ProductRewriter(Sides):
         parts = [part for t in terms for part in self._scores_of(product, t, atoms)]
         assert parts, "keys of zeros are no attention"
         total = self._total(parts)
-        if all(t.piece.source is None for t in terms):  # without rows, the scores are the same for every key
+        if all(t.piece.source is None for t in terms):  # without rows, all keys have equal scores
             total = self.builder.call(aten.expand.default, total, [self.sizes.of(a) for a in atoms])
         new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
         new = same_layout(self.builder, new, product.node)
@@ -97,17 +96,17 @@ class ProductRewriter(Sides):
         self.sizes.builder = outer
 
     def _scores_of(self, product: Product, term: Term, atoms: Sequence[Atom]) -> Iterator[fx.Node]:
-        """Yield the scores that a term of the keys adds: those of its rows and those of its bias, if it has them."""
+        """Yield the scores of a term: the scores of its rows and of its bias, if there are any."""
         if term.piece.source is not None:
             yield self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source))
         if term.piece.bias is not None:
             yield self._bias_scores(product, term, atoms)
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
-        """Return the dtype for computing scores: the rows' dtype where possible, so that no rows are converted.
+        """Return the dtype for computing scores: the dtype of the rows if possible, so that no rows are converted.
 
-        Scores that the model computes in float32 stay in float32. Scores of float16 rows are computed in float32, too,
-        because q W may overflow float16 where q . (W c) does not. In a plan for a part, all scores are in float32.
+        Scores that the model computes in float32 stay in float32. Scores of float16 rows are also computed in float32,
+        because q W may overflow even if q . (W c) does not. In a plan for a part, all scores are in float32.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

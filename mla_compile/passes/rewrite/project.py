@@ -2,7 +2,7 @@
 
 In half-precision models, the tensors between W_kc and the scores, and between the attended rows and W_v, are kept in
 float32. One additional rounding on either side would make the absorbed form up to 1.4 times less accurate than the
-original. In float16, q W may also overflow where q . (W c) does not.
+original. In float16, q W may also overflow when q . (W c) does not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from mla_compile.passes.rewrite.as_stored import as_stored, replayed
 aten = torch.ops.aten
 
 FEW_ROWS = 4
-"""The most rows for which a product with a weight of two bytes per value is computed as a multiply and a sum.
+"""The largest number of rows for which a product with a two-byte weight is computed as a multiply and a sum.
 
-A product that first converts such a weight moves ten bytes per value in every call: two are read, four are written, and
-these four are read again. A fused multiply and sum reads two bytes per value and row, which is less for up to four
-rows.
+A product that first converts the weight to float32 moves ten bytes per value: it reads two, writes four, and reads
+these four again. A fused multiply and sum reads two bytes per value and row, which is less for up to four rows.
 """
 
 
@@ -46,11 +45,11 @@ def project(
 
 @dataclass(frozen=True)
 class Heads:
-    """When this machine uses the operator ``few_rows_of_heads``, which multiplies a few rows by a per-head weight.
+    """The conditions for using the operator ``few_rows_of_heads``, which multiplies a few rows by a per-head weight.
 
     Attributes:
         reads: tells whether the operator supports a device, a dtype of the rows and a dtype of the weight.
-        least_bytes: the bytes of the smallest weight for which the operator is used; a compiler handles smaller ones.
+        least_bytes: the size of the smallest weight for which the operator is used.
         most: the largest number of rows for which the operator is used.
     """
 
@@ -62,11 +61,12 @@ class Heads:
 def lower_projections(
     graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node], heads: Heads | None = None
 ) -> int:
-    """Turn products of few rows with a weight into operators that read the weight once; return how many.
+    """Rewrite products of a few rows and a weight so that they do not copy the weight; return how many.
 
-    Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
-    ``mla_compile::few_rows_of_heads(x, w)``, with x as [h,b,s,n] and w as [h,l,n], if ``heads`` takes the product.
-    Otherwise ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
+    Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))`` copies the weight in every call.
+
+    After: ``mla_compile::few_rows_of_heads(x, w)``, with x as [h,b,s,n] and w as [h,l,n], if ``heads`` takes the
+    product. Otherwise: ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
     """
     done = 0
     for node in list(graph.nodes):
@@ -85,7 +85,7 @@ def lower_projections(
 
 
 def reads_stored(node: fx.Node, heads: Heads) -> bool:
-    """Whether the operator of ``heads`` takes the product ``node`` and can read its weight as stored."""
+    """Whether the operator of ``heads`` takes the product ``node`` and can read the stored weight."""
     stored = as_stored(args_of(node)[1][1])
     return stored is not None and takes(node, heads, val(stored[0]).dtype)
 
@@ -100,7 +100,7 @@ def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
 
 
 def _of_heads(node: fx.Node, heads: Heads, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Return the same product, computed by the operator; None if the operator does not take it."""
+    """Return the result of the operator for the product ``node``; None if the operator does not take ``node``."""
     if not reads_stored(node, heads):
         return None
     equation, (x, weight) = args_of(node)
@@ -126,7 +126,7 @@ def _operand_letters(equation: str) -> tuple[list[str], str]:
 def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
     """Return the einsum letters of a weight's axes: heads (or None), columns of the result, and the summed axis.
 
-    Return None if the weight has other axes, or if the einsum also sums over an axis that only the rows have.
+    Return None if the weight has other axes, or if the einsum also sums over an axis of the rows alone.
     """
     (lx, lw), lo = _operand_letters(equation)
     roles = [(c in lx, c in lo) for c in lw]

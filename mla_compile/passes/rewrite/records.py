@@ -11,12 +11,12 @@ from mla_compile.passes.sources.records import AbsorbPlan
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
+    """A rewritten site.
 
-    ``latent`` is None if the rewrite applies no W_v. ``views`` are the nodes that the rewrite added for rows of
-    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that get random numbers in
-    a verification; it is empty if these are the plan's rows. ``columns`` are the columns of these rows that are the
-    values.
+    ``out``: the new output. ``queries``: the queries after W_kc. ``latent``: the attended latent before W_v; None if
+    the rewrite applies no W_v. ``views``: the nodes that the rewrite added for virtual sources. ``weights``: the nodes
+    of W_kc and W_v. ``given``: the rows that get random numbers in a verification; empty if these are the plan's rows.
+    ``columns``: the columns of the rows that hold the values.
     """
 
     plan: AbsorbPlan
@@ -31,7 +31,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded product: its side, and its relative rounding error (None if the weights have no known values)."""
+    """A folded product: the side, and the relative rounding error (None if the weights have no known values)."""
 
     side: str
     error: float | None

@@ -10,7 +10,7 @@ After::
     schedule = mla_compile.decode_schedule(q_0, c_0, r_0, None, mask_0)
     out_i, lse_i = mla_compile.decode_attention(q_i, c_i, r_i, None, mask_0, schedule=schedule)
 
-Attentions without a mask need no schedule: rewritten attentions read contiguous caches, and lengths of contiguous
+Attentions without a mask need no schedule. Rewritten attentions read contiguous caches, and the lengths of contiguous
 caches need no preparation.
 """
 
@@ -28,7 +28,7 @@ from mla_compile.passes.ir.graph import Builder, is_tensor, packet, shape, val
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 _ARGUMENTS = [argument.name for argument in ops.decode_attention._schema.arguments]
-# A schedule depends on the values of these arguments. Of other tensors, it depends on shape, dtype and device only.
+# A schedule depends on the values of these arguments. For other tensors, only shape, dtype and device matter.
 _READ = ("mask", "seq_lens")
 _APART = ("scale", "sinks")  # a schedule does not depend on these
 

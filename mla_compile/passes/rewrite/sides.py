@@ -1,8 +1,8 @@
-"""Emit the two sides of an absorbed attention: map queries into the space of the rows, and results out of it.
+"""Emit the two sides of an absorbed attention: map queries into the space of the rows, and map results back.
 
-Two rewrites share this module: :mod:`mla_compile.passes.rewrite.absorb` makes the whole attention one operator, and
-:mod:`mla_compile.passes.rewrite.products` replaces each product separately. Both rest on q . (W c) = (W^T q) . c for
-the keys and P (W c) = W (P c) for the values.
+Two rewrites share this module. :mod:`mla_compile.passes.rewrite.absorb` makes the whole attention one operator, and
+:mod:`mla_compile.passes.rewrite.products` replaces each product separately. The formulas are q . (W c) = (W^T q) . c
+for the keys and P (W c) = W (P c) for the values.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Sides:
         self.joined: dict[Rows, fx.Node] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
-        # In graph order: a node must be defined before a product reads sizes from it.
+        # In graph order, because sizes can only be read from nodes that are already defined.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
-        # Sizes are also read from rows. The keys may be one axis of K but several axes of rows, as for an image.
+        # Sizes are also read from rows. The keys of an image, for example, may be one axis of K but two axes of rows.
         known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
         self.sizes = SizeSources(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
@@ -55,8 +55,7 @@ class Sides:
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
         self.weights: dict[fx.Node, None] = {}
-        # The sums of the probabilities [batch, queries, heads], if they may differ from 1. A bias on the values is
-        # multiplied by them.
+        # The sums of the probabilities [batch, queries, heads]; None if all sums are 1. They multiply a bias on values.
         self.mass: fx.Node | None = None
         self.outer: Axis = (*plan.batch, *self.site.queries, *plan.heads)
 
@@ -101,7 +100,7 @@ class Sides:
         return q
 
     def _projected(self, x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> fx.Node:
-        """Multiply ``x`` by a weight, term by term if that takes fewer operations than adding up the terms first."""
+        """Multiply ``x`` by the terms of a weight, in turn or added up first, whichever takes fewer operations."""
         if self.merges or not pays(x, atoms, weight, out):
             return project(self.builder, x, atoms, self._weight(weight), weight.atoms, out)
         return self._total([self._one_by_one(x, atoms, term, out) for term in weight.terms])
@@ -118,7 +117,7 @@ class Sides:
         return node
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """Return ``q . b``, which a bias on the keys adds to the scores; it is the same for every key."""
+        """Return ``q . b``, which a bias on the keys adds to the score of every key."""
         assert term.piece.bias is not None
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
@@ -131,8 +130,8 @@ class Sides:
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
         """Return the columns of q that multiply this term's columns of K, and the atoms of the other axes.
 
-        The columns of q have one axis per atom. Their dtype is float32 or wider, for the reason given in
-        :mod:`mla_compile.passes.rewrite.project`.
+        The columns of q have one axis per atom. They are in float32 or wider, which
+        :mod:`mla_compile.passes.rewrite.project` explains.
         """
         q, axes = product.q.node, product.q.axes
         where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
@@ -163,7 +162,7 @@ class Sides:
         return self.joined[rows]
 
     def _beside(self, parts: Sequence[Rows]) -> fx.Node | None:
-        """Return the tensor whose column slices, in order, are exactly ``parts``; None if there is no such tensor."""
+        """Return a tensor that ``parts`` divide into column slices, in order; None if there is no such tensor."""
         whole, stop = None, 0
         for part in parts:
             how = None if is_virtual(part.node) else decode(part.node)
@@ -190,11 +189,11 @@ class Sides:
         return tuple(sources) if self.wholes else ()
 
     def _in_graph(self, rows: Rows) -> fx.Node:
-        """Return the node of the rows, materialising a virtual source."""
+        """Return the node of the rows; add a virtual source to the graph."""
         return materialize(rows.node, self.builder, self.views)
 
     def row_atoms(self, rows: Rows) -> tuple[fx.Node, tuple[Atom, ...]]:
-        """Return the rows with one axis per atom, and the atoms: batch, heads with rows of their own, keys, width."""
+        """Return the rows with one axis per atom, and the atoms: batch, heads with separate rows, keys, width."""
         atoms = (*self.plan.batch, *rows.heads, *self.site.keys, *rows.width)
         return arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, [(a,) for a in atoms]), atoms
 
@@ -223,7 +222,7 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """Return the output's atoms in order, with None in place of the feature axis (at the end if there is none)."""
+        """Return the output's atoms in order, with None for the feature axis. If this axis is missing, None is last."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
             layout += [a for a in axis if a in self.outer]

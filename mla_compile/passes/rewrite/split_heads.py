@@ -4,7 +4,7 @@ Before: ``K = cat([K_a, K_b], heads); out = attention(q, K, V, mask)``
 
 After: ``out = cat([attention(q[:a], K_a, V_a, mask), attention(q[a:], K_b, V_b, mask)], heads)``
 
-Each group is then found and judged like any other attention: if its heads are expanded from a latent, it is absorbed.
+Each group then gets a verdict like any other attention. If a latent makes all heads of a group, the group is absorbed.
 :mod:`mla_compile.passes.decide.head_groups` decides which attentions are split, and where.
 """
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -> list[SplitSite]:
-    """Split each attention. Dead code removal deletes its old output, which is no longer read."""
+    """Split each attention. The old outputs are no longer read, and dead code removal deletes them."""
     done: list[SplitSite] = []
     for groups in found:
         node, dim = groups.site.node, groups.dim
@@ -42,7 +42,7 @@ def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -
 
 
 def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
-    """Build slices of joined heads from the selected heads only, so that heads that nothing reads become dead code."""
+    """Build slices of joined heads from only the selected heads, so that unread heads become dead code."""
     for node, dim in parts.visited():
         how = parts.step(node, dim)
         if node.target is not aten.slice.Tensor or not isinstance(how, Joined):

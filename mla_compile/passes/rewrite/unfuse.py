@@ -2,8 +2,8 @@
 
 Before: ``out = scaled_dot_product_attention(q, K, V, mask, scale)``
 
-After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all in float32 or wider, as fused kernels
-compute internally.
+After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``. As inside fused kernels, all operators run in
+float32 or wider.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, posi
 
 
 def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> AttentionSite:
-    """Replace the fused attention of ``site``; return the same site over the nodes that now compute it."""
+    """Replace the fused attention of ``site``; return the site with the new nodes."""
     writer = _UnfusedWriter(site, fake_mode)
     scores = writer.scores()
     probs = writer.probabilities(scores)
@@ -43,8 +43,7 @@ def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> Attent
 class _UnfusedWriter:
     """Emits the nodes of one attention. Scores and probabilities have one axis per atom: lead, queries, keys.
 
-    The product of q and K has only the atoms that it depends on (``present``), because a lead axis may belong to the
-    values alone.
+    The product of q and K has only the atoms of q and K (``present``). A lead axis may belong to the values alone.
     """
 
     def __init__(self, site: AttentionSite, fake_mode: FakeTensorMode | None) -> None:
@@ -84,7 +83,7 @@ class _UnfusedWriter:
         return spread(self.builder, self.sizes, self._arranged(probs, joined, each), self.atoms)
 
     def _modified(self, flex: Flex, scores: fx.Node) -> fx.Node:
-        """Return the probabilities where ``score_mod`` changes the scores [B,H,S,T] before the softmax."""
+        """Return the probabilities if ``score_mod`` changes the scores [B,H,S,T] before the softmax."""
         site, each = self.site, [(a,) for a in self.atoms]
         target = (*site.out.axes[:2], site.queries, site.keys)
         scores = self._arranged(scores, [(a,) for a in self.present], each)

@@ -1,1 +1,1 @@
-"""The rows from which keys and values are made, and the records of a decision about them."""
+"""The rows from which keys and values are made, and the records of plans and verdicts."""

@@ -1,9 +1,9 @@
-"""Record how a buffer of K is updated with new keys, so that the rows of K can be updated in the same way instead.
+"""Record how the model updates a buffer of K with new keys, so that a buffer of rows can be updated in this way.
 
 Two kinds of operators update a buffer of full length. Some move values along the tokens (``index_copy``,
 ``slice_scatter``). Others multiply tokens by factors that all heads and columns share, and add the products, as in
-``buffer * (1 - one_hot) + k * one_hot``. If ``K = rows W`` without a bias, such an operator ``f`` may be applied to the
-rows instead: ``f(old W, new W) = f(old, new) W``.
+``buffer * (1 - one_hot) + k * one_hot``. If ``K = rows W`` has no bias, each of these operators ``f`` can be applied to
+the rows instead: ``f(old W, new W) = f(old, new) W``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Given:
-    """An input of a record: the buffer, which has number 0, or one of the new tensors."""
+    """An input of a record. Number 0 is the buffer, and higher numbers are the new tensors."""
 
     number: int
 
@@ -51,7 +51,7 @@ class Indices:
 class Shared:
     """A tensor whose values vary only along some axes of K.
 
-    ``axes``: the axis of K for each dimension of the tensor; None if all values along the dimension are the same.
+    ``axes``: the axis of K for each dimension of the tensor; None for dimensions along which all values are equal.
     """
 
     node: fx.Node
@@ -60,10 +60,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Mix:
-    """``x`` with each token replaced by a sum of tokens, weighted by the rows of ``matrix``.
+    """A product of ``matrix`` and ``x`` that replaces each token by a weighted sum of tokens.
 
-    The sum runs over dimension ``summed`` of the matrix and axis ``dim`` of ``x``. In the result, another dimension of
-    the matrix takes the place of axis ``dim``.
+    The sum runs over dimension ``summed`` of the matrix and axis ``dim`` of ``x``. Another dimension of the matrix
+    becomes axis ``dim`` of the result.
     """
 
     x: Writing
@@ -90,9 +90,9 @@ Writing: TypeAlias = "Given | Mix | Applied"
 
 
 def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
-    """Yield the axes along which ``made`` moves values and, if ``factors`` is set, those along which factors vary.
+    """Yield the axes along which ``made`` moves values. Axes of inner operators come last.
 
-    Axes of inner operators come last.
+    ``factors``: whether to include the axes along which factors vary.
     """
     if isinstance(made, Applied):
         plain = [a for a in made.parts if not isinstance(a, (Mix, Applied))]
@@ -192,14 +192,14 @@ def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
 
 
 def _made_of(arg: object, builder: Builder, given: Sequence[fx.Node]) -> object:
-    """Return ``arg`` with each record in it replaced by the node that computes the record."""
+    """Return ``arg`` with each inner record replaced by the node that computes the record."""
     if isinstance(arg, tuple):
         return [_made_of(one, builder, given) for one in arg]
     return make(arg, builder, given) if isinstance(arg, (Given, Mix, Applied)) else arg
 
 
 def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) -> Any:
-    """Convert an argument to the form that an operator on tensors of this ``dtype`` and ``rank`` takes."""
+    """Convert an argument for an operator on tensors of this ``dtype`` and ``rank``."""
     match given:
         case list():
             return [_argument(one, builder, dtype, rank) for one in given]
@@ -223,7 +223,7 @@ def _broadcast(builder: Builder, shared: Shared, rank: int) -> fx.Node:
 
 
 def _reduced(builder: Builder, shared: Shared) -> fx.Node:
-    """Return a shared tensor without the dimensions along which all its values are the same."""
+    """Return a shared tensor without the dimensions along which the tensor is constant."""
     node = shared.node
     for k in reversed(range(len(shared.axes))):
         if shared.axes[k] is None:

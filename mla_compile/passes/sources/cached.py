@@ -14,9 +14,9 @@ from mla_compile.passes.ir.walk import REACH, reachable
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether ``rows`` are an input's rows to which new rows were appended or written, without a later projection.
+    """Whether ``rows`` are cached: new rows are appended or written to an input, and no projection follows.
 
-    If so, the caller keeps the rows, and every call computes their expansion again.
+    If so, every call expands the cached rows again.
     """
     return bool(pasts_of(rows))
 
@@ -31,7 +31,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
         return () if packet(node) in CONTRACTIONS else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    # Only rows that replaced K may be updated by pointwise operators or a roll, so other rows skip that search.
+    # The search through pointwise operators and rolls is needed only for rows that replaced K.
     replaced = any(ROWS in n.meta for n in reachable([start], unprojected, REACH))
     held = _held_or_written if replaced else _held
     found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
@@ -39,12 +39,12 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
 
 
 def come_from(rows: Iterable[fx.Node], mark: str) -> bool:
-    """Whether, for each of ``rows``, :func:`pasts_of` finds an input whose metadata contains ``mark``."""
+    """Whether all ``rows`` are made from inputs with ``mark`` in the metadata (:func:`pasts_of`)."""
     return all(any(mark in past.meta for past in pasts_of(node)) for node in rows)
 
 
 def _held(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the tensors that ``node`` joins, or the one that it writes to."""
+    """Return the tensors that ``node`` joins, or the tensor that ``node`` writes to."""
     match decode(node):
         case Join(parts=parts):
             return parts
@@ -54,7 +54,7 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
-    """Do the same as :func:`_held`, and also follow pointwise updates and rolls of rows that replaced K."""
+    """Do what :func:`_held` does, and also follow pointwise updates and rolls of rows that replaced K."""
     if held := _held(node):
         return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -63,6 +63,6 @@ def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _input(node: fx.Node) -> fx.Node | None:
-    """Return the input or ``get_attr`` tensor of which ``node`` is a view, slice or copy; None without one."""
+    """Return the input or ``get_attr`` tensor of which ``node`` is a view, slice or copy; None if there is none."""
     shown = behind(node, (Copy, Rearrange, Select, Slice))[-1]
     return shown if shown.op in ("placeholder", "get_attr") else None

@@ -1,9 +1,9 @@
-"""Find groups of heads that each have their own latent, where the group is a separate axis.
+"""Find groups of heads with separate latents, if the groups have an axis of their own.
 
-In ``k = einsum("btgl,glhn->bghtn", c, W)``, each group has its own rows and weight. If queries, keys and output have
-the group axis too, it acts as a batch axis: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Any other weight
-that differs along an axis of the rows ends a walk. A weight that differs along the tokens, for example, is a table of
-positions.
+In ``k = einsum("btgl,glhn->bghtn", c, W)``, each group has its own rows and weight. If queries, keys and output also
+have the group axis, this axis acts as a batch axis: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. A walk ends
+at any other weight that differs along an axis of the rows. For example, a weight that differs along the tokens is a
+table of positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mla_compile.passes.sources.sources import choose_sources
 aten = torch.ops.aten
 
 _KEEP = (aten.add, aten.sub, aten.mul, aten.div)
-"""Operators that may follow a product with one weight per group, and whose own weight may also differ per group."""
+"""Operators that may follow a product with one weight per group. Their weights may also differ per group."""
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
@@ -44,8 +44,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
     """Return the products at which walks end because a weight differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
     pieces = pieces_of([maps.map(o.node) for o in operands])
-    # If one weight makes the rows of all groups, a walk past that weight sees the groups as columns of the weight. So
-    # walks that end at the chosen sources are searched, too.
+    # If all groups share one weight, a walk past this weight sees the groups as columns. So walks that end at the
+    # chosen sources are searched, too.
     batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
     for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 

@@ -1,7 +1,7 @@
-"""Find products with a weight that mix the rows of several tokens, and whose results can serve as the rows instead.
+"""Find products with a weight that mix the rows of several tokens. Their results can be used as rows instead.
 
-In ``attention(q, up(M c), ...)``, let M be a weight that mixes tokens, such as a fixed convolution. A token of K is
-then not an image of its row in c, but it is an image of its row in ``M c``.
+In ``attention(q, up(M c), ...)``, let M be a weight that mixes tokens, such as a fixed convolution. Each token of K is
+then an image of one row of ``M c``, but of several rows of c.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 
 def mixing_products(site: AttentionSite, failed: Stop, maps: Maps) -> set[fx.Node]:
-    """Return the products whose results, used as rows, make K and V token by token.
+    """Return the products whose results can be used as rows that make K and V token by token.
 
     The set is empty unless ``failed`` says that tokens are mixed.
     """
@@ -39,6 +39,6 @@ def _of_operand(operand: Operand, site: AttentionSite, maps: Maps) -> Iterator[f
 
 
 def _mixed(lmap: LinearMap, tokens: list[int]) -> list[Piece]:
-    """Return the pieces that mix tokens: along the axes ``tokens``, they have an atom that their rows lack."""
+    """Return the pieces that mix tokens. Such a piece has an atom along the axes ``tokens`` that its rows lack."""
     rows = [p for p in lmap.pieces if p.source is not None]
     return [p for p in rows if any(a not in p.source_atoms for dim in tokens for a in p.axes[dim])]

@@ -1,4 +1,4 @@
-"""Find the remaining readers of an up-projection that K and V share, and whether they can get their own product.
+"""Find the remaining readers of an up-projection that K and V share, and whether smaller products can serve them.
 
 Suppose that ``v`` is absorbed in ``k, v = split(view(linear(c, W)))``. Then ``k`` still needs all of ``linear(c, W)``.
 Nothing is saved unless ``k`` can be computed alone, as ``linear(c, W[rows of k])``
@@ -47,21 +47,21 @@ def narrower_readers(
     *,
     columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
-    """Return the narrower nodes through which all remaining readers read ``expansion``, a product of rows.
+    """Return the narrower nodes through which all remaining readers read ``expansion``, a projection of rows.
 
-    Such a node holds some of the columns, a few of the tokens (:func:`of_few_rows`), or a length that the rows have too
-    (:func:`length_of`). Return None if a reader needs all of ``expansion`` or needs absorbed columns, because then
-    nothing is saved.
+    A narrower node holds some columns, a few tokens (:func:`of_few_rows`), or a length that the rows also have
+    (:func:`length_of`). Return None if a reader needs all of ``expansion`` or absorbed columns, because nothing is
+    saved then.
 
-    ``sources``: the rows of the product, and the rows of other images that are added to it. ``absorbed``: the nodes
-    between the rows and absorbed K and V. ``columns``: whether nodes that hold some columns of all tokens are
-    allowed. ``reads`` returns what a node reads once all sites are rewritten. ``alive``: the nodes still needed then.
+    ``sources``: the rows of ``expansion``, and the rows of other images that are added to ``expansion``. ``absorbed``:
+    the nodes between the rows and absorbed K and V. ``columns``: whether nodes with some columns of all tokens are
+    allowed. ``reads``: returns what a node reads after all rewrites. ``alive``: the nodes needed after all rewrites.
     """
     at_sources = maps.with_sources(sources)
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        """Return the readers of ``node`` if it is ``expansion``, a view of it, a tuple of parts or an absorbed node."""
+        """Return the readers of ``node``; none if ``node`` is narrower than ``expansion`` and not absorbed."""
         if is_tuple(node) or (is_tensor(node) and (bytes_hint(node) >= whole or node in absorbed)):
             return (u for u in node.users if u in alive and node in reads(u))
         return ()
@@ -77,13 +77,13 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            # A join of keys from several tensors is no image of rows. Readers may only move it or read its length.
+            # A join of keys from several tensors is no image of rows. Readers may only move the join or read a length.
             moved = decode(node) is not None
             only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
             if not images_of(node, sources, at_sources) and not all(only_lengths):
                 return None
         elif node in absorbed:
-            continue  # `users` leads to its remaining readers
+            continue  # `users` yields the remaining readers
         elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
         elif not any(map(is_virtual, sources)) and _can_be_made_alone(node, images_of(node, sources, at_sources)):
@@ -100,7 +100,7 @@ def tokens_read(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
 ) -> fx.Node | None:
-    """Return a slice that reads some tokens of ``expansion``; None if there is none or if all tokens are read.
+    """Return a slice that reads some tokens of ``expansion``; None if all tokens are read or there is no slice.
 
     The arguments are those of :func:`narrower_readers`.
     """
@@ -135,9 +135,9 @@ def other_reader(
 ) -> fx.Node:
     """Return the first operator that computes with the values of ``expansion``.
 
-    The search continues through operators that only move, slice, join or add these values, and through ``absorbed``
-    nodes, which make K or V. If no operator computes with them, return the output of the graph if the search reaches
-    it, and otherwise the nearest reader. The arguments are those of :func:`narrower_readers`.
+    The search continues through ``absorbed`` nodes, and through operators that only move, slice, join or add these
+    values. If no operator computes with the values, return the graph's output if it is found, and otherwise the nearest
+    reader. The arguments are those of :func:`narrower_readers`.
     """
     at_sources = maps.with_sources(sources)
 
@@ -163,7 +163,7 @@ def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps
 
 
 def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
-    """If ``node`` reads a size, return one of ``sources`` and its axis that have this size; otherwise None."""
+    """If ``node`` reads a size, return a source and an axis of the source with this size; otherwise None."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)
@@ -172,20 +172,23 @@ def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] 
 
 
 def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps that add up to ``node``, if each reads another of ``sources`` and at least one projects."""
+    """Return the summands of the map of ``node`` (:func:`_summands`); () if a source is not in ``sources``."""
     found = _summands(maps.map(node))
     return found if all(p.source in sources for p in found) else ()
 
 
 def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
-    """Return the summands of a map without segments, if all sources differ and at least one projects; else ()."""
+    """Return the summands of ``lmap``.
+
+    The result is empty if ``lmap`` has segments, if two summands have the same source, or if no summand is projected.
+    """
     found = () if lmap.axis is not None else lmap.pieces
     apart = len({p.source for p in found}) == len(found)
     return found if apart and any(p.projected for p in found) else ()
 
 
 def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps that add up to ``node``, if each reads only a few rows of ``sources``.
+    """Return the maps that add up to ``node``, if each map reads only a few rows of a source in ``sources``.
 
     The result is empty if ``node`` is not a slice or cannot be made alone.
     """
@@ -200,7 +203,7 @@ def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tupl
 
 
 def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
-    """Whether ``rows`` are at most half of one of ``sources`` (perhaps times factors), however long the context is."""
+    """Whether ``rows`` are at most half of a source in ``sources`` for every context length; factors are ignored."""
     source = args_of(rows)[0] if is_virtual(rows) else rows
     if without_factors(source) not in map(without_factors, sources):
         return False
@@ -210,31 +213,31 @@ def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 
 def without_factors(rows: fx.Node) -> fx.Node:
-    """Return ``rows``; if they are virtual rows with factors, return the rows without the factors."""
+    """Return ``rows`` without the factors that virtual rows may have."""
     return args_of(rows)[0] if has_factors(rows) else rows
 
 
 def has_factors(rows: fx.Node) -> bool:
-    """Whether ``rows`` are virtual: other rows that are multiplied or divided by a factor for each row."""
+    """Whether ``rows`` are virtual rows, made by a multiplication or division of each row by a factor."""
     return is_virtual(rows) and packet(rows) in (aten.mul, aten.div)
 
 
 def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
-    """Whether ``node`` is exactly a sum of products, one per piece, each with some rows of a weight."""
-    # A separate product has its own strides, but a slice of the shared product has the strides of that product.
+    """Whether a sum of separate products, one per piece, has exactly the values and strides of ``node``."""
+    # A separate product has other strides than a slice of the shared product.
     if not pieces or strides_show(node):
         return False
-    # In half precision, a sum of three terms depends on their order, and a bias is one of the terms.
+    # In half precision, a sum of three terms (a bias included) depends on the order of the terms.
     ordered = len(pieces) == 1 or (len(pieces) == 2 and pieces[0].bias is None)
     exact = val(node).dtype.itemsize >= 4 or (ordered and all(_is_exact(p) for p in pieces))
     return exact and all(_has_own_product(node, p) for p in pieces)
 
 
 def _is_exact(piece: Piece) -> bool:
-    """Whether ``piece``, computed in half precision, is rounded at the same places as in the graph.
+    """Whether a half-precision product for ``piece`` rounds at the places where the graph rounds.
 
-    A weight that is computed from others is rounded at a different place than the operators that it replaces. So are
-    rows times factors, because the graph multiplies by the factors after the product.
+    A weight that is computed from other weights is rounded elsewhere. Rows with factors are also rounded elsewhere,
+    because the graph multiplies by the factors after the product.
     """
     source = None if piece.source is None else whole_rows(piece.source)
     plain = piece.scale in (1.0, -1.0) and not (source is not None and has_factors(source))
@@ -242,7 +245,7 @@ def _is_exact(piece: Piece) -> bool:
 
 
 def _has_own_product(node: fx.Node, piece: Piece) -> bool:
-    """Whether ``piece`` is its rows unchanged, or one product of its rows and a weight, in the dtype of ``node``."""
+    """Whether ``piece`` is unchanged rows or one product of rows and a weight, in the dtype of ``node``."""
     if piece.source is None or val(piece.source).dtype != val(node).dtype:
         return False
     tokens = {a for a in flatten(piece.axes) if a in piece.source_atoms}

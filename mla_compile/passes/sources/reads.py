@@ -1,4 +1,4 @@
-"""Find which columns of which rows make up K and V, looking through views, casts, slices and joins."""
+"""Find the columns of rows that make up K and V. Views, casts, slices and joins are looked through."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ColumnRead:
     roles: tuple[Role, ...] = field(default=(), compare=False)
 
     def within(self, others: Iterable[ColumnRead]) -> bool:
-        """Whether ``others`` together include every column that this read includes."""
+        """Whether ``others`` together cover all columns of this read."""
         alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts and self._lies_like(o)]
         covered = self.start
         for other in sorted(alike, key=lambda o: o.start):
@@ -44,13 +44,13 @@ class ColumnRead:
         return self.stop <= covered
 
     def _lies_like(self, other: ColumnRead) -> bool:
-        """Whether each dimension longer than 1 has the same role in both reads; equal sizes do not prove this."""
+        """Whether each dimension longer than 1 has equal roles in both reads; equal sizes do not prove equal roles."""
         dims = zip(self.roles, other.roles, shape(self.rows), strict=True)
         return all(a == b or same(length, 1) for a, b, length in dims)
 
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[ColumnRead]:
-    """Return the column reads that make up ``operand``; none if its features are not one axis of fixed width.
+    """Return the column reads that make up ``operand``; empty unless the features are one axis of fixed width.
 
     ``first``: maps each node to the first node that computes the same value.
     """
@@ -94,7 +94,7 @@ def _behind(
 def _roles_before(how: Rearrange, node: fx.Node, roles: Sequence[Role]) -> list[Role] | None:
     """Return the roles of the dimensions of ``how.x``, the operand of ``node``.
 
-    Return None if the roles are unknown, or if no dimension is exactly the columns.
+    Return None if the roles are unknown, or if no dimension holds exactly the columns.
     """
     if how.map is None:
         return None

@@ -23,12 +23,12 @@ Side = Literal["keys", "values"]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source: ``node``, read as [batch, keys, width].
+    """The rows of one source, or the joined rows of several sources.
 
-    ``axes`` has one axis for each dimension of ``node``. Batch and keys are written in the site's atoms, and the width
-    in the source's own atoms. ``heads``: the heads that have rows of their own; it is empty except in a plan for a part
-    of an attention. ``parts``: if the rows of several sources are joined, the rows of each source. ``node`` is then the
-    first source.
+    ``node``: the source, read as [batch, keys, width]. For joined rows, this is the first source. ``axes``: one axis
+    for each dimension of ``node``. Batch and keys consist of the site's atoms, and the width consists of the source's
+    own atoms. ``heads``: the heads with separate rows. Only a plan for a part of an attention has such heads.
+    ``parts``: the rows of each source, if the rows are joined.
     """
 
     node: fx.Node
@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def each(self) -> tuple[Rows, ...]:
-        """The rows of each source that is joined here, or these rows alone if there is one source."""
+        """The rows of each joined source; ``self`` alone if there is only one source."""
         return self.parts or (self,)
 
     @property
@@ -57,14 +57,14 @@ class AbsorbPlan:
     """Everything that a rewrite needs; the rewrite itself decides nothing.
 
     ``latent``: the rows that a weight expands. ``rope``: the other rows of the keys, usually a rotary key that all
-    heads share without a projection. ``values``: the rows of the values, if these are not made from the latent. If K
-    or V is a sum, each of these three may be the joined rows of several sources.
+    heads share. ``values``: the rows of the values; None if the latent makes the values. If K or V is a sum, these
+    rows may be joined from several sources.
 
     ``visible``: the keys that the masks show, in the form that the attention operator takes.
 
-    In a plan for a part of the site, ``keys`` or ``vals`` is empty if that side is not rewritten, and ``extra`` holds
-    all rows that are none of the three above. ``fits_op``: whether the attention operator can be used even so. If it
-    can, ``extra`` holds only rows of keys, and their scores are added to the mask.
+    ``part``: whether the plan covers only a part of the site. ``keys`` or ``vals`` is then empty if that side is not
+    rewritten, and ``extra`` holds all remaining rows. ``fits_op``: whether the attention operator can be used. If so,
+    all ``extra`` rows are rows of keys, and the scores of ``extra`` rows are added to the mask.
     """
 
     site: AttentionSite
@@ -101,12 +101,12 @@ class AbsorbPlan:
     @property
     def rows(self) -> tuple[Rows, ...]:
         named = (r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
-        # Indexed by node, because rows that are joined to others may also be read separately.
+        # The dict removes duplicates: rows may be joined to other rows and also be read separately.
         return tuple({one.node: one for rows in named for one in rows.each}.values())
 
     @property
     def row_values(self) -> int:
-        """The number of values per token in all rows; per-head and per-group rows count once for each head or group."""
+        """The number of values per token in all rows, including the separate rows of each head or group."""
         groups = groups_of(self.terms, self.batch)
         return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
@@ -129,7 +129,7 @@ class AbsorbPlan:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """The operands other than queries, masks and weights: the rows, and K or V if that side is not rewritten."""
+        """The rows, and K or V if that side is not rewritten."""
         kept = [] if self.keys else [p.k.node for p in self.site.products]
         kept += [] if self.vals else [self.site.v.node]
         return (*(r.node for r in self.rows), *kept)
@@ -141,11 +141,11 @@ class AbsorbPlan:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How an attention over rows that all heads share becomes one operator, or one operator per memory.
+    """The plan to fuse an attention over shared rows into one operator, or into one operator per memory.
 
-    If keys and values are columns of the same rows, ``whole`` is the tensor of those rows, and ``columns`` is the range
-    of columns of ``plan.latent`` that are the values. The range lies at the start or the end. ``memories``: if the rows
-    are joined from several tensors (such as a window and older rows), a plan for each tensor.
+    ``whole``: the tensor of rows, if both keys and values are columns of the rows. ``columns``: the range of columns of
+    ``plan.latent`` that holds the values, at the start or the end. ``memories``: a plan for each memory, if the rows
+    are joined from several tensors (such as a window and older rows).
     """
 
     plan: AbsorbPlan
@@ -168,15 +168,16 @@ class Fusion:
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are set whenever absorption is legal.
 
-    ``by_call``: the number of queries is symbolic, so the graph keeps both the expanded and the absorbed form, and each
-    call picks one of them.
+    ``by_call``: whether the graph keeps the expanded and the absorbed form, and each call picks a form. This happens if
+    the number of queries is symbolic.
 
-    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what is not absorbed and why, and
-    ``instead`` is the verdict that applies if the partial absorption is given up. ``narrowed`` pairs nodes with their
-    sources. Each of these nodes gets its own product, because the rest of its projection is no longer read. ``fusion``:
-    the fusion of a site over shared rows. ``fix``: advice for the user that replaces the advice of ``code``. ``held``:
-    whether the cache held K and V of each head before the rewrite. ``beside``: whether it still holds them in addition
-    to rows.
+    Three fields are set if only a part of the site is absorbed. ``parts``: the absorbed columns. ``kept``: the rest,
+    with reasons. ``instead``: the verdict if the partial absorption is given up.
+
+    ``narrowed``: nodes that get a separate product because the rest of the projection is no longer read, each with its
+    sources. ``fusion``: how to fuse a site over shared rows. ``fix``: advice for the user, instead of the advice of
+    ``code``. ``held``: whether the cache held K and V of each head before the rewrite. ``beside``: whether the cache
+    still holds K and V, in addition to rows.
     """
 
     site: AttentionSite
@@ -207,13 +208,13 @@ def pieces_of(maps: list[LinearMap]) -> list[Piece]:
 
 
 def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
-    """Return the atoms of ``lead`` that are groups of heads, along which both rows and weights differ."""
+    """Return the atoms of ``lead`` along which both rows and weights differ. These atoms are groups of heads."""
     made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
     return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
 
 
 def selected(site: AttentionSite, product: Product) -> Axis:
-    """Return the atoms of ``product``'s scores along which positions are selected later, after the softmax."""
+    """Return the atoms of the scores of ``product`` along which the model selects positions after the softmax."""
     return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
@@ -230,7 +231,7 @@ def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
     if maps.is_weight(node):
         return same(shape(node)[dim], 1)
     found = maps.map(node)
-    # Tensors that are joined along the axis may each be constant and still differ from each other.
+    # A join along the axis may vary even if each joined tensor is constant.
     return found.axis != dim and all(_is_broadcast(set(p.axes[dim]), p) for p in found.pieces)
 
 

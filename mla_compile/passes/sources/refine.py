@@ -1,7 +1,7 @@
 """Refine a site and its linear maps until both are written in the same atoms.
 
-The site knows that an axis of K is "batch, then head". The map of K knows which factors of that axis are tokens of its
-source and which are columns of a weight. Site and map are split until their factors agree.
+The site knows that an axis of K is "batch, then head". The map of K knows which factors of this axis are tokens of a
+source and which are columns of a weight. The atoms of site and map are split until they agree.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mla_compile.passes.linear.records import LinearMap, Term
 def refine(
     site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None
 ) -> tuple[AttentionSite, tuple[Term, ...], tuple[Term, ...]] | Stop:
-    """Return the site with its atoms split as needed, the terms of its keys and the terms of its values.
+    """Return the site with split atoms, the terms of the keys and the terms of the values.
 
-    A side without maps (None) has no terms.
+    A side has no terms if its maps are None.
     """
     wanted: list[tuple[Operand, Axis, LinearMap, int | None]]
     while True:  # terminates: each round splits a site atom at a boundary that a map has and the site lacked
@@ -62,7 +62,7 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
             return Stop(operand.node, "head_dependent_latent", "heads that are made of different rows are joined")
         return Stop(operand.node, "token_mixing", "rows of several tensors are joined after the up-projection")
     terms: list[Term] = []
-    # The terms of a sum have the same columns: their contributions to the scores, or to the output, add up.
+    # The terms of a sum make the same columns, and add up in the scores or in the output.
     for segment, piece in ((s, p) for s in lmap.segments for p in s.piece.summands):
         if not piece.defined:
             return Stop(operand.node, "unsupported_op", "part of the tensor is never written")

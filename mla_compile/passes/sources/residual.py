@@ -1,8 +1,8 @@
 """Tell hidden states from a latent: hidden states come from a residual connection ``x + f(x)`` or a convolution.
 
 A latent is projected from hidden states, and a cache should hold the latent. If K and V are projected from the hidden
-states themselves, the attention is plain multi-head attention. Widths cannot tell the two apart, because a latent may
-be wider than the hidden states.
+states themselves, the attention is plain multi-head attention. Widths do not distinguish a latent from hidden states,
+because the latent may be wider.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shortcut(node: fx.Node) -> fx.Node | None:
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
-    # Nodes are ordered by their place in the graph, and only the later one can be computed from the earlier one.
+    # `sorted` returns graph order. Only the later node can be computed from the earlier node.
     first, second = sorted(inputs)
     return first if is_tensor(first) and leads_to(first, second) else None
 
@@ -39,7 +39,7 @@ def is_hidden_state(rows: fx.Node) -> bool:
     count = elements_hint(rows)
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        # A norm or a gate keeps the number of elements; its weights, means and variances have a different number.
+        # A norm or a gate keeps the number of elements. Weights, means and variances have a different number.
         inputs = () if packet(node) in CONTRACTIONS else node.all_input_nodes
         return (n for n in inputs if is_tensor(n) and elements_hint(n) == count)
 

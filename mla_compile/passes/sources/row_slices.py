@@ -1,13 +1,13 @@
-"""Treat slices of K or V along the tokens as images of the same slices of their rows.
+"""Treat a slice of K or V along the tokens as an image of the corresponding slice of the rows.
 
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)``, the linear map of ``K[:, :, :n]`` is the map of K with
-``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
-graph contains it until an attention that reads it is absorbed. Models with static caches slice like this: they expand
-K from rows of full length, then cut K to the length in use.
+``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). The slice ``c[:, :n]`` is a *virtual source*: it is
+added to the graph only if an attention that reads it is absorbed. Models with static caches slice K like this. They
+expand rows of full length to K, and then cut K to the length in use.
 
-Three other operators can be applied to the rows in the same way. A pad adds zero tokens before or after K and V,
-``pad(c W) = pad(c) W``. An index picks the tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``. A
-product gives each row a factor, ``(c W) g = (c g) W``.
+Three other operators can also be applied to rows instead of K or V. A pad adds zero tokens: ``pad(c W) = pad(c) W``. An
+index picks tokens: ``(c W)[:, at] = c[:, at] W``. A product multiplies each token by a factor:
+``(c W) g = (c g) W``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _Row = TypeVar("_Row", RowSlice, RowGate)
 
 @dataclass(frozen=True)
 class Sliced:
-    """A slice of K, of V or of a tensor upstream of them.
+    """A slice of K or V, or of a tensor upstream of K or V.
 
-    ``rows``: the row tensors from which the slice is made, each with the axis to slice. A pad with zeros is treated as
-    a slice that takes more rows than there are.
+    ``rows``: the row tensors to slice instead, each with the axis to slice. A pad with zeros is a slice that takes more
+    rows than exist.
     """
 
     node: fx.Node
@@ -62,10 +62,10 @@ class Sliced:
 
 @dataclass(frozen=True)
 class GatedRows:
-    """A product with a factor per row.
+    """A product with one factor per row.
 
-    ``rows``: the row tensors from which the product is made. Each comes with a tuple that holds, for each axis of the
-    row tensor, the corresponding axis of the factors or None.
+    ``rows``: the row tensors to multiply instead, each with a tuple. For each axis of the row tensor, the tuple holds
+    the corresponding axis of the factors or None.
     """
 
     node: fx.Node
@@ -73,14 +73,14 @@ class GatedRows:
 
 
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """Return an analysis that knows the sliced rows, and the rows with factors, upstream of K and V of ``sites``."""
+    """Add to ``maps`` the sliced rows, and the rows with factors, that lie upstream of K and V of ``sites``."""
     return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
 
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
-    """Do the same as :func:`with_row_slices` for groups of arbitrary tensors; each group is analysed as a whole."""
+    """Do what :func:`with_row_slices` does, for groups of arbitrary tensors. Each group is analysed as a whole."""
     known: dict[tuple[object, ...], fx.Node] = {}
-    while True:  # each round finds slices of the slices that are known already
+    while True:  # each round finds slices of already known slices
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
         in_order = [found[node] for node in sorted(found)]
         gated = {one.node: _row_gates(one, maps) for one in in_order if isinstance(one, GatedRows)}
@@ -94,7 +94,7 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
 
 
 def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
-    """Return ``known`` without the entries whose rows depend on ``gated``, because narrower rows lie upstream."""
+    """Remove the entries of ``known`` whose rows depend on ``gated``, because ``gated`` has narrower rows upstream."""
     return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
 
 
@@ -103,16 +103,17 @@ def _made_by(gated: Collection[fx.Node], node: fx.Node) -> bool:
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
-    """Return the nodes at which walks from ``operands`` end, but whose rows could be sliced or multiplied instead."""
+    """Return the slices and products that end walks from ``operands`` and can be applied to rows instead."""
     slices = _ends(operands, maps)
-    # A walk past one weight that all groups share sees the groups as columns. So the chosen sources are searched, too.
+    # A walk past a weight that all groups share sees the groups as columns. So walks that end at the chosen sources are
+    # searched, too.
     if maps.virtual.grouped:
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
         slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    # Sources that were already chosen for K and V together may be as wide as one of the two, so any width is allowed.
+    # Sources that were chosen for K and V together may be as wide as K or V alone, so any width is allowed.
     taken_from = pieces_of([maps.map(taken.x) for taken in slices.values()])
     cuts, _ = choose_sources([*taken_from, *others], any_width=bool(maps.sources))
     at_cuts = maps.with_sources(cuts)
@@ -129,9 +130,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
 
 
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
-    """Return the slices and the products with factors at which walks end, and those upstream of other ends.
+    """Return the slices and the products with factors that lie at the end of a walk, or upstream of that end.
 
-    For example, columns may be split off from a slice of K. A walk then ends at the columns, and the slice is upstream.
+    For example, a walk may end at columns that are split off from a slice. The slice then lies upstream of this end.
     """
     found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
@@ -151,18 +152,18 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
 
 
 def _taken(node: fx.Node) -> Taken | None:
-    # A result of a split has no bounds with which rows could be sliced.
+    # The result of a split has no bounds, but a slice of rows needs bounds.
     how = decode(node)
     return None if isinstance(how, Slice) and how.bounds is None else taken_of(node)
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
-    """Return the row tensors to slice instead of the tensor with the map ``whole``, each with its axis.
+    """Return the row tensors that can be sliced instead, each with the axis to slice.
 
-    Return None if that is impossible or saves nothing.
+    Return None if there are none or if slicing rows saves nothing. ``whole``: the map of the tensor that is sliced now.
     """
     dim = taken.dim
-    # If tensors are joined along the sliced axis, it may not be known before run time which of them the slice reads.
+    # If tensors are joined along the sliced axis, the bounds decide at run time which tensors the slice reads.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -180,10 +181,10 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
 
 
 def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
-    """Return the slice of ``rows`` from which the selected position of ``taken.x`` is made.
+    """Return the slice of ``rows`` that makes the selected position of ``taken.x``.
 
-    It is one position of axis ``at``, or a range of positions if this axis is longer than the selected one. Return None
-    if the two lengths differ and one of them is symbolic.
+    The slice is one position of axis ``at`` if this axis is as long as the selected axis. Otherwise, the slice is a
+    range of positions. Return None if the two lengths differ and either is symbolic.
     """
     assert taken.index is not None
     count, length = shape(taken.x)[taken.dim], shape(rows)[at]
@@ -196,9 +197,9 @@ def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node |
 
 
 def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
-    """Return the row tensors that could be multiplied instead; each of their axes has an axis of the gate or None.
+    """Return the row tensors that can be multiplied instead; None if there are none or if this saves nothing.
 
-    Return None if that saves nothing, or if it is impossible, as when a column is not an image of rows.
+    The tuple of a row tensor holds, for each axis, the corresponding axis of the gate or None.
     """
     if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
         return None
@@ -209,7 +210,7 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | Non
     made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
     if gated.gate in made or depends_on(gated.gate, made):
         return None
-    # Rows that are computed from the factor are quantized, and the factor is their scale. Other code handles them.
+    # If rows are computed from the factor, the factor is the scale of quantized rows. Other code handles these rows.
     if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
     found: dict[fx.Node, tuple[int | None, ...]] = {}
@@ -227,7 +228,7 @@ def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
     found: list[RowGate] = []
     for rows, along in gated.rows:
         gate = how.gate
-        # The gate gets the layout of the rows, with size 1 along axes whose positions share a factor.
+        # The gate gets the layout of the rows, with size 1 along each axis on which the factor does not depend.
         if ones := [k for k in range(len(shape(gate))) if k not in along]:
             gate = virtual(maps.fake_mode, aten.squeeze.dims, gate, ones)
         kept = [k for k in along if k is not None]
@@ -251,7 +252,7 @@ def _narrower(piece: Piece, taken: Taken) -> bool:
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
     """Return a slice of each row tensor of ``sliced``; ``known`` slices are reused.
 
-    Return none if one of them may not match the slice of K or V.
+    Return () if a slice of rows might not match the slice of K or V.
     """
     node, taken = sliced.node, _taken(sliced.node)
     assert taken is not None
@@ -266,7 +267,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     for rows, at in sliced.rows:
         bounds = (v if v is None else size(v) for v in values)
         key = (rows, at, taken.padded, taken.index, taken.at, taken.at and packet(node), *bounds)
-        # A known slice whose bounds are computed after `node` cannot be placed before every attention that needs it.
+        # A known slice is not reused if its bounds are computed after `node`, because an attention may need it earlier.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             if taken.index is not None:
                 one = _one_position(rows, at, taken, maps)
@@ -280,7 +281,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
             else:
                 widths = pad_along(len(shape(rows)), at, taken.padded)
                 known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
-        # K and its rows may have different lengths. The same bounds are then clamped differently.
+        # If K and the rows have different lengths, equal bounds may be clamped differently.
         if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))

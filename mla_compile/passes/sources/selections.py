@@ -1,8 +1,8 @@
 """Find parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]``, ``kv[layer, 0]``.
 
 A write into a part returns a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, and the next
-part is selected from this new buffer. If all these writes are looked through, each part is either a part of the first
-buffer or the tensor that was written there.
+part is selected from this new buffer. This module looks through all these writes. Each part then comes from the first
+buffer, or is the tensor that was written last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mla_compile.passes.ir.operators import decode
 
 @dataclass(frozen=True)
 class Selected:
-    """The part of ``node`` at the indices ``at``, pairs (axis, index); all of ``node`` if ``at`` is empty."""
+    """The part of ``node`` at the pairs (axis, index) in ``at``. If ``at`` is empty, the part is all of ``node``."""
 
     node: fx.Node
     at: tuple[tuple[int, int], ...] = ()
@@ -27,7 +27,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a tensor along ``axes``, each written by an operator of its own.
+    """The parts of a tensor along ``axes``, each written by a separate operator.
 
     ``nodes``: the parts, in the order of their positions. ``chain``: the result of each write.
     """
@@ -41,7 +41,7 @@ NO_PARTS = Parts()
 
 
 def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool = False) -> Selected:
-    """Return where the part ``at`` of ``node`` comes from, looking through selections and writes of parts.
+    """Look through selections and writes of parts; return where the part ``at`` of ``node`` comes from.
 
     ``shown``: also look through slices and permutations. The result may then be larger or laid out differently.
     """

@@ -1,9 +1,9 @@
-"""Find rows that were copied to all heads before an operator was applied, and treat them as one row per token.
+"""Treat rows that the model copies to all heads as one row per token, even if operators follow the copy.
 
 In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)``, all heads of R are equal if the operators between the copy
-and R treat all copies alike (:mod:`mla_compile.passes.dependence.steps`). R is then ``R[:, 0]``, broadcast. That first
-head is a *virtual source*: no graph contains it until an attention that reads it is absorbed. So a shared rotary key is
-one row per token, whether the model rotates it before or after the copy.
+and R treat all copies alike (:mod:`mla_compile.passes.dependence.steps`). R is then its first head, ``R[:, 0]``,
+broadcast to all heads. The first head is a *virtual source*: it is added to the graph only if an attention that reads
+it is absorbed. So a shared rotary key is one row per token, whether the model rotates before or after the copy.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def find_shared_rows(
 
 @dataclass
 class _Walk:
-    """What the walk back from one axis of K or V finds.
+    """The result of a walk back from one axis of K or V.
 
-    ``found``: the tensors that are constant along an axis and are not plain copies, each with that axis. ``made``:
-    whether the positions of the axis of K or V come from a weight, as heads do.
+    ``found``: the tensors that are constant along an axis, each with this axis. Plain copies are left out. ``made``:
+    whether a weight makes the positions of the axis, as for heads.
     """
 
     found: list[tuple[fx.Node, int]] = field(default_factory=list)
@@ -85,7 +85,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Equ
 
 
 def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """Look through slices of the copies along ``dim``; return the tensor with all copies, and its axis of copies."""
+    """Look through slices along ``dim``. Return the tensor that holds all copies, and the axis of the copies."""
     while isinstance(how := step(node, dim), Joined):
         node, dim = how.parts[0].node, how.parts[0].dim
     return node, dim
@@ -113,7 +113,7 @@ class _EqualAxes:
         return self._along[key]
 
     def made_of(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
-        """Return the nodes that determine the copies: the copied tensors and other inputs of operators on copies."""
+        """Return the inputs of the copies: the copied tensors, and all other inputs of operators on copies."""
         found: dict[fx.Node, None] = {}
         queue = [(node, dim)]
         for one, at in queue:
@@ -121,8 +121,8 @@ class _EqualAxes:
             queue += [place for place in reads if place not in queue]
             along = {n for n, _ in reads}
             found.update((n, None) for n in one.all_input_nodes if is_tensor(n) and n not in along | {*self.weights})
-        # An operator may also read a copy for its dtype or shape (`type_as`, `zeros_like`). Such a copy is left out,
-        # because it is itself computed from the nodes in `found`.
+        # Some operators read a copy only for a dtype or shape (`type_as`, `zeros_like`). The copy is left out, because
+        # the nodes in `found` determine it.
         copies = {one for one, _ in queue}
         return tuple(n for n in found if n not in copies)
 
@@ -135,7 +135,7 @@ class _EqualAxes:
             return [(read.x, k) for k in read.map.read_along(dim) if not same(shape(read.x)[k], 1)]
         how = step(node, dim)
         if isinstance(how, Joined):
-            # Two joined tensors may both be constant and still differ from each other.
+            # A join of two constant tensors may not be constant.
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
         if how is None or how.unit > 1:
             return None

@@ -1,7 +1,7 @@
 """Choose where the walk back from K and V ends: at the narrowest rows that weights expand into K and V.
 
 Candidates are compared by their bytes, not by their role. A cache should hold the narrowest tensor upstream of the last
-projection, whatever the model calls that tensor.
+projection, whatever its name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_compile.passes.sources.cached import are_cached
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor on the way from a source to ``piece``, and its bytes."""
+    """A tensor on the path to ``piece``, and the tensor's size in bytes."""
 
     node: fx.Node
     bytes: int
@@ -28,8 +28,7 @@ class Cut:
 def narrowest(visits: Iterable[Visit]) -> fx.Node | None:
     """Return the tensor with the fewest bytes; None if there are no visits.
 
-    Among equally narrow tensors, choose the one with the fewest scalings downstream, so that the weight of a norm is
-    already applied to the rows.
+    Among equally narrow tensors, choose the tensor with the most upstream scalings, to include the weight of a norm.
     """
     best = min(visits, key=lambda v: (bytes_hint(v.node), -v.scalings), default=None)
     return None if best is None else best.node
@@ -38,8 +37,8 @@ def narrowest(visits: Iterable[Visit]) -> fx.Node | None:
 def cut(piece: Piece, without: Container[fx.Node] = (), *, proper: bool) -> Cut | None:
     """Return the narrowest tensor on the path to ``piece``; None if there is none.
 
-    With ``proper``, only tensors upstream of the last projection and not in ``without`` are considered. Otherwise, only
-    tensors downstream of that projection are.
+    If ``proper`` is set, consider only tensors upstream of the last projection that are not in ``without``. Otherwise,
+    consider only tensors downstream of the projection.
     """
     last = piece.path[-1].contractions
     node = narrowest(v for v in piece.path if (v.contractions < last) == proper and not (proper and v.node in without))
@@ -49,9 +48,10 @@ def cut(piece: Piece, without: Container[fx.Node] = (), *, proper: bool) -> Cut 
 def choose_sources(
     pieces: Sequence[Piece], without: Container[fx.Node] = (), *, any_width: bool = False
 ) -> tuple[set[fx.Node], fx.Node | None]:
-    """Return where walks should end, and a source that was skipped because it is no narrower than its expansion.
+    """Return the sources at which walks should end, and any source that was skipped for its width.
 
-    ``without``: nodes that may not be the source of a projection. ``any_width``: whether no source is skipped.
+    A source is skipped if it is no narrower than its expansion. ``without``: nodes that may not be the source of a
+    projection. ``any_width``: accept any width.
     """
     proper: dict[fx.Node, list[Piece]] = {}
     as_they_are: list[Cut] = []
@@ -66,19 +66,19 @@ def choose_sources(
     chosen: set[fx.Node] = set()
     for node, using in proper.items():
         cuts = [c for c in (cut(p, proper=False) for p in using) if c is not None]
-        # K and V may be two tensors made from the same rows, so the rows' bytes are compared with the sum of both.
-        # Cached rows are chosen in any case.
+        # The same rows may make K and V. So the bytes of rows are compared with the bytes of K plus V.
+        # Cached rows are chosen at any width.
         if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()) or are_cached(node):
             chosen.add(node)
         else:
-            # The rows are no narrower than their expansion, so it is better to cache K and V.
+            # It is better to cache K and V than rows that are no narrower.
             as_they_are += cuts
             wide = node
     return chosen | _rejoined(as_they_are), wide
 
 
 def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
-    """Return the nodes of ``cuts``; replace nodes that are joined downstream by the joined tensor.
+    """Return the nodes of ``cuts``. If several nodes are joined later, return the join instead.
 
     A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources, but one row to cache.
     """
@@ -86,7 +86,7 @@ def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
     after = [(c.node, _after(c)) for c in cuts]
     for joint in dict.fromkeys(node for _, further in after for node in further):
         parts = {node for node, further in after if node in chosen and joint in further}
-        # A join that is wider than its parts together repeats them or contains other tensors.
+        # If the join is wider than all parts together, it repeats parts or contains other tensors.
         if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
             for part in parts:
                 del chosen[part]
@@ -95,6 +95,6 @@ def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
 
 
 def _after(one: Cut) -> list[fx.Node]:
-    """Return the nodes that follow a cut on the path to its piece."""
+    """Return the nodes downstream of a cut on the path to the piece."""
     nodes = [v.node for v in one.piece.path]
     return nodes[nodes.index(one.node) + 1 :]

@@ -1,6 +1,6 @@
-"""Read writes that are made by arithmetic, such as ``buffer * (1 - m) + new * m``.
+"""Recognise cache writes by arithmetic, such as ``buffer * (1 - m) + new * m``.
 
-The operators of such a write are linear in the buffer and the new tokens.
+All operators of such a write are linear in the buffer and the new tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ aten = torch.ops.aten
 
 
 class Reading(Protocol):
-    """The interface through which the functions below read how the operands of an operator are made."""
+    """The interface that tells the functions below how an operand is made."""
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the buffer or a slice of it, perhaps after writes."""
+        """Whether ``node`` is the buffer or a slice of the buffer, perhaps after writes."""
         ...
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
-        """Return a record of how ``node``, an operand of ``of``, is made; None if no record can describe this."""
+        """Return a record of how ``node``, an operand of ``of``, is made; None if there is no such record."""
         ...
 
 
 def is_in_one_dtype(node: fx.Node) -> bool:
-    """Whether ``node`` converts no operand of its own shape to another dtype."""
+    """Whether each operand with the shape of ``node`` is boolean or has the dtype of ``node``."""
     tensors = (n for n in node.all_input_nodes if is_tensor(n) and same_sizes(shape(n), shape(node)))
     return all(val(n).dtype in (val(node).dtype, torch.bool) for n in tensors)
 
@@ -91,4 +91,4 @@ ARITHMETIC: dict[object, Callable[[Reading, fx.Node], Writing | None]] = {
     aten.lerp.Tensor: _between,
     aten.masked_fill.Scalar: _emptied,
 }
-"""Maps each operator that is linear in buffer and new tokens to the function that reads how its result is made."""
+"""The operators that are linear in buffer and new tokens, each with the function that records the operator."""

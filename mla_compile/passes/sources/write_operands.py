@@ -1,4 +1,4 @@
-"""Read the operands of a write by arithmetic: factors shared by all heads and columns, and matrices that sum tokens."""
+"""Read the operands of arithmetic writes: factors shared by all heads and columns, and matrices that sum tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shared(factor: fx.Node, node: fx.Node) -> Shared:
 
 
 def is_spread(node: fx.Node) -> bool:
-    """Whether ``node`` is a product of two broadcast tensors, as ``k * one_hot``, perhaps times a number."""
+    """Whether ``node`` is a product of two broadcast tensors, such as ``k * one_hot``, perhaps times a number."""
     if (x := times_number(node)) is not None:
         return is_spread(x)
     return node.target in (aten.mul.Tensor, aten.div.Tensor) and not any(
@@ -42,7 +42,7 @@ def times_number(node: fx.Node) -> fx.Node | None:
 def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
     """If ``node`` multiplies a tensor by a matrix that sums its tokens, return the parts of ``node``; else None.
 
-    The parts are the tensor, the matrix, the matrix dimension that is summed over, and the summed axis of the tensor.
+    The parts are the tensor, the matrix, the summed dimension of the matrix, and the summed axis of the tensor.
     """
     if node.target is aten.matmul.default:
         matrix, x = args_of(node)

@@ -1,10 +1,10 @@
-"""Find writes of K or V into a buffer of full length, so that they can be redirected to a buffer of rows.
+"""Find writes of K or V into a full-length buffer, if writes into a buffer of rows can replace them.
 
 ``K = index_copy(buffer, tokens, positions, k_new)`` holds the new value at each written position, and the value of the
-buffer everywhere else. For rows, the same write is ``index_copy(rows, tokens, positions, c_new)``. A write into a slice
-of the buffer, such as its first batch entries, becomes a write into the same slice of the rows. A moving window,
+buffer everywhere else. For rows, the write is ``index_copy(rows, tokens, positions, c_new)``. A write into a slice of
+the buffer (the first batch entries, for example) becomes a write into this slice of the rows. A moving window,
 ``cat([buffer[:, 1:], k_new])``, can also be applied to rows. So can arithmetic with factors that all heads and columns
-share, such as ``buffer * (1 - one_hot) + k_new * one_hot``, whatever values the factors have.
+share, such as ``buffer * (1 - one_hot) + k_new * one_hot``. The factors may have any values.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """A write of new tokens into ``buffer``, whose result is ``node``.
+    """A write of new tokens into ``buffer``. The result of the write is ``node``.
 
-    ``new``: the new tensors. Each is a tuple of the parts that are stacked along the axes ``stacked``, or of one part
-    if there are no such axes. ``made``: how ``node`` is made from the buffer and the new tensors. ``grown``: the axes
-    along which new tensors are broadcast. ``apart``: the parts of ``node``, if the model writes them one by one.
+    ``new``: the new tensors, each as a tuple of parts to stack along the axes ``stacked`` (or one part if there are no
+    such axes). ``made``: how ``node`` is made from the buffer and the new tensors. ``grown``: the axes along which new
+    tensors are broadcast. ``apart``: the parts of ``node``, if the model writes them one by one.
     """
 
     node: fx.Node
@@ -68,7 +68,7 @@ class CacheWrite:
 
     @property
     def dims(self) -> list[int]:
-        """The axes along which values are moved, broadcast or multiplied by factors; inner operators come last."""
+        """The axes along which values are moved, broadcast or multiplied; axes of inner operators come last."""
         return [*self.grown, *axes_of(self.made)]
 
     def outer(self, axis: int) -> int:
@@ -83,9 +83,10 @@ class CacheWrite:
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return ``node`` as a write of new tensors into a tensor that ``is_buffer`` accepts; None if it is no such write.
+    """Return a record of the write that makes ``node`` from a buffer; None if there is no such write.
 
-    Equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, are read as one write.
+    ``is_buffer``: whether a tensor may be the buffer. Equal writes into all parts of a buffer, such as ``kv[0]`` and
+    ``kv[1]``, become one record.
     """
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
         return _write_of_each(node, is_buffer)
@@ -97,11 +98,11 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made)), frozenset(axes_of(made, factors=False))
-    # A tensor times a number is itself an image of rows, so it can be a new tensor. The number becomes part of the
-    # record only if this leaves fewer new tensors.
+    # A tensor times a number is itself an image of rows, so it can be a new tensor. The number is recorded separately
+    # only if this leaves fewer new tensors.
     new, given = min((_merged(reading.new, *along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
     grown = tuple(sorted({k for axes in new.values() for k in axes}))
-    # An operator that broadcasts a new tensor may also convert its dtype.
+    # An operator that broadcasts a new tensor may also convert the dtype, which rules out a write.
     if {val(n).dtype for n in (buffer, node, *new)} != {val(node).dtype}:
         return None
     return CacheWrite(node, buffer, tuple((n,) for n in new), with_given(made, [OLD, *given]), grown)
@@ -110,10 +111,11 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 def _merged(
     read: Mapping[fx.Node, Collection[int]], along: Collection[int], moved_along: Collection[int], *, numbers: bool
 ) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
-    """Return the tensors from which those in ``read`` are made, with their broadcast axes, and how each is made.
+    """Find the tensors from which the tensors in ``read`` are made.
 
-    This looks through slices along the axes ``along``, joins along the axes ``moved_along`` and, if ``numbers`` is set,
-    products with a number.
+    Return the found tensors with their broadcast axes, and a record for each tensor in ``read``. The search looks
+    through slices along the axes ``along`` and joins along the axes ``moved_along``. If ``numbers`` is set, the search
+    also looks through products with a number.
     """
     new: dict[fx.Node, set[int]] = {}
 
@@ -132,7 +134,7 @@ def _merged(
 
 
 def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, as one write; else None."""
+    """Return one record for equal writes into all parts of a buffer (``kv[0]`` and ``kv[1]``); None for other nodes."""
     written = parts_of(node)
     axes, chain, lengths = written.axes, written.chain, [shape(node)[k] for k in written.axes]
     first = _buffer_of(written.nodes[0], lambda n: is_buffer(place_of(n).node))
@@ -164,10 +166,10 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
 def _are_read_apart(
     node: fx.Node, chain: Collection[fx.Node], parts: Mapping[Selected, fx.Node], *, whole: bool = False
 ) -> bool:
-    """Whether each reader of ``node`` selects a part that is already written, or selects a part to write to it.
+    """Whether each reader of ``node`` selects either an already written part, or a part that is overwritten next.
 
-    ``whole``: whether operators other than selections may read ``node``, too. ``chain``: the buffer after each write of
-    a part. ``parts``: maps the place of each part to the part after its write.
+    ``whole``: whether ``node`` may also have other readers. ``chain``: the buffer after each write of a part.
+    ``parts``: maps each place to the written part.
     """
     for user in node.users:
         if user in chain or user.op == "output":
@@ -185,7 +187,7 @@ def _are_read_apart(
 
 
 def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
-    """Whether ``part`` is read only to make ``written``, or only for its sizes."""
+    """Whether every reader of ``part`` helps to make ``written`` or reads a size."""
     return all(
         user is written
         or packet(user) is aten.sym_size
@@ -195,7 +197,7 @@ def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
 
 
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
-    """Return ``node`` as a write of one row per entry of a tensor of positions; None if it is no such write."""
+    """Return the record of ``node`` if it writes one row to each position in a tensor; otherwise None."""
     how = decode(node)
     return how if isinstance(how, moves.WriteRows) and len(shape(how.index)) == 1 and _fits(how) else None
 
@@ -207,7 +209,7 @@ def is_zeros(node: fx.Node) -> bool:
 
 
 def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int = _DEPTH) -> fx.Node | None:
-    """Return the buffer from which ``node`` (all of it or a slice) is made by writes; None if there is none."""
+    """Return the buffer from which writes and slices make ``node``; None if there is none."""
     if is_buffer(node):
         return node
     if depth:
@@ -218,7 +220,7 @@ def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int =
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that may be the buffer: ``node`` writes to such an operand, or takes a slice of it."""
+    """Return the operands that may be the buffer, because ``node`` writes to them or takes a slice of them."""
     how = decode(node)
     if isinstance(how, (moves.Write, moves.WriteRows)):
         return [how.base]
@@ -238,7 +240,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 class _Reading:
     """Finds how a tensor is made from a buffer and new tensors.
 
-    ``new``: maps each new tensor to the axes along which it is broadcast.
+    ``new``: maps each new tensor to the axes along which the tensor is broadcast.
     """
 
     def __init__(self, buffer: fx.Node) -> None:
@@ -246,7 +248,7 @@ class _Reading:
         self.new: dict[fx.Node, set[int]] = {}
 
     def made(self, node: fx.Node) -> Writing | None:
-        """Return how ``node``, a buffer or a slice of one, is made; None if not by writes alone."""
+        """Return a record of how writes make ``node``, the buffer or a slice of it; None if there is no such record."""
         if node is self.buffer:
             return OLD
         how = decode(node)
@@ -269,13 +271,13 @@ class _Reading:
         return None if rule is None or not is_in_one_dtype(node) else rule(self, node)
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the buffer or a slice of it, perhaps after writes."""
+        """Whether ``node`` is the buffer or a slice of the buffer, perhaps after writes."""
         return _buffer_of(node, lambda n: n is self.buffer) is not None
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
-        """Return how an operand is made: either from the buffer, or as a new tensor that is written to the buffer.
+        """Return a record of how the operand ``node`` is made from the buffer, or add ``node`` to the new tensors.
 
-        ``of``: the operator that reads ``node``, if it broadcasts its operands.
+        ``of``: the operator that reads ``node``, if this operator broadcasts operands.
         """
         if not is_tensor(node):
             return None
@@ -313,7 +315,7 @@ class _Reading:
         return Applied(aten.roll.default, (made, tuple(shifts), (Dim(axis(dims[0], len(shape(x)))),)))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
-        """Return how ``node`` is made by an operator that writes at given positions, such as one per batch entry."""
+        """Return a record of ``node``, an operator that writes at given positions, such as one per batch entry."""
         op = packet(node)
         found = _AT_POSITIONS[op](node)
         base, x = (
@@ -333,7 +335,7 @@ class _Reading:
 
 def _fits(how: moves.Write | moves.WriteRows) -> bool:
     """Whether the written tensor has the buffer's shape except along one axis, so that nothing is broadcast."""
-    # A value that is broadcast over several positions does not have one row for each of them.
+    # A value that is broadcast over several positions does not have one row for each position.
     length: Size = shape(how.x)[how.dim]
     if isinstance(how, moves.WriteRows):
         length = next(iter(shape(how.index)), 1)
@@ -362,13 +364,13 @@ def _by_pairs(node: fx.Node) -> Indices | None:
 
 
 def _scattered(node: fx.Node) -> tuple[Dim, Shared] | None:
-    """Return the axis of a scatter that writes all of its source, and the positions along that axis; else None."""
+    """Return the axis and the positions of a scatter that writes its whole source; None for other scatters."""
     scatter = whole_scatter(node)
     return None if scatter is None else (Dim(scatter[1]), shared(scatter[2], node))
 
 
 def _added(node: fx.Node) -> tuple[Dim, fx.Node] | None:
-    """Return the axis and the positions of an ``index_add`` of whole rows; None if it adds anything else."""
+    """Return the axis and the positions of an ``index_add`` that adds whole rows; None for other additions."""
     base, dim, index, x = args_of(node)[:4]
     how = moves.WriteRows(base, x, axis(dim, len(shape(node))), index)
     whole = len(shape(index)) == 1 and node.kwargs.get("alpha", 1) == 1 and _fits(how)

@@ -1,8 +1,8 @@
-"""Compare two nodes numerically, in float64 and in the model's own precision; equal comparisons are made once.
+"""Compare two nodes numerically, in float64 and in the model's own precision. Equal comparisons are made once.
 
-The untouched and the rewritten node are each computed twice from the same random values: in float64 and in the model's
-dtype. In float64 the two must agree up to rounding, which checks the proof independently. In the model's dtype,
-the error of the rewritten node must not exceed a multiple of the original's error.
+The untouched and the rewritten node are each computed from the same random values, in float64 and in the model's dtype.
+In float64, both nodes must agree up to rounding. This checks the proof independently. In the model's dtype, the error
+of the rewritten node must not exceed a multiple of the original's error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ in the first digits."""
 ALLOWED = 1.5
 """The largest error of the rewritten site, as a multiple of the original's error (plus two units in the last place).
 
-The absorbed form rounds at other places than the original, but no more often. So the true ratio is near 1, and the
-ratios of sampled quantiles scatter around it.
+The absorbed form rounds at other places than the original, but no more often. So the true ratio is near 1. Sampled
+quantiles scatter around the true ratio.
 """
 ROWS, TRIALS, MORE = 128, 16, 128
-"""A comparison of errors wants ``ROWS`` output rows, from at most ``TRIALS`` draws of the inputs.
+"""Inputs are drawn until the errors of ``ROWS`` output rows are known, or until ``TRIALS`` draws were made.
 
-Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives a single row per draw, so the number of
-draws is limited, too. The 0.9 quantile of so few rows depends on luck, so a site fails only after ``MORE`` draws.
+Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives only one row per draw. The 0.9 quantile
+of few rows depends on luck, so a site fails only after ``MORE`` draws.
 """
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """The budget of one comparison: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
@@ -55,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Run:
-    """The sizes at which two nodes are compared. ``counts`` and ``lists``: arguments of :func:`draw` by input."""
+    """The sizes at which two nodes are compared. ``counts`` and ``lists``: arguments of :func:`draw`, by input name."""
 
     sizes: Mapping[sympy.Symbol, int]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -82,9 +82,9 @@ class Comparison:
     def key(self, weights: Mapping[str, torch.Tensor | None]) -> Hashable:
         """Return a key that is equal for comparisons of the same computations on different tensors.
 
-        The key is made from everything that the comparison reads, and not from a plan, so nothing can be missing.
-        Layers name their sizes differently, because each cache has its own symbols. So a symbol is identified by the
-        place of its first appearance and by its value in each run.
+        The key includes everything that the comparison reads. Layers have different size symbols, because each cache
+        has its own symbols. So a symbol is identified by the place of its first appearance and by its value in each
+        run.
         """
         known = Computations(self.boundary, weights, self.runs[0].sizes if self.runs else {})
         computed = known.of(self.old), known.of(self.new)
@@ -133,8 +133,8 @@ class Comparison:
             theirs.append(_row_errors(reference, truth, reference))
             if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
                 break
-            # Before the last draw, the errors are judged only once. Judging after every draw would sooner or later
-            # accept by chance.
+            # Before the last draw, the errors are judged only once. If they were judged after every draw, a wrong node
+            # could pass by chance.
             if trial + 1 == TRIALS and (not rounds or _judged(ours, theirs, old).problem is None):
                 break
         return _judged(ours, theirs, old) if rounds else Check(None)
@@ -173,7 +173,7 @@ def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the relative RMS difference where the truth ``b`` is finite, or inf if ``a`` is not finite there."""
+    """Return the relative RMS difference over finite entries of the truth ``b``; inf if ``a`` is not finite there."""
     finite = torch.isfinite(b)
     if not torch.isfinite(a)[finite].all():
         return math.inf

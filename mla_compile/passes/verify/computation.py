@@ -60,7 +60,7 @@ class Computations:
         return tuple(self._calls[first:]), self._places[self._identity(node)]
 
     def _identity(self, node: fx.Node) -> fx.Node | str:
-        """Identify drawn or given nodes by their names, which are the same in both graphs."""
+        """Return the name of a drawn or given node, which both graphs share; otherwise the node."""
         if (name := node.meta.get(ORIGIN)) in self._boundary:
             return str(name)
         return node.name if self._is_drawn(node) else node
@@ -73,7 +73,7 @@ class Computations:
         if node.op == "get_attr" or node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
             return True
         value = node.meta.get("val")
-        # The evaluation also reads such a number from the sizes. Following it could lead back to the first layer.
+        # The evaluation also reads such numbers from sizes. Their inputs could lead back to the first layer.
         return isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self._known_sizes
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:

@@ -38,7 +38,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         env = environments.setdefault(id(dim.node.shape_env), dim.node.shape_env)
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
         expr = sympy.sympify(size(dim))
-        # The original expression is read too, because an axis may have been read before a guard replaced its symbols.
+        # The original expression is also read, because a guard may have replaced its symbols later.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
@@ -47,7 +47,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
 
 
 def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Return ``found`` and the values of symbols that guards replaced by those in it. Layers share cached results."""
+    """Return ``found`` and the values of the symbols that guards replaced. Layers share cached results."""
     known = _known.setdefault(env, {})
     key = len(env.replacements), frozenset(found.items())
     if key not in known:
@@ -74,7 +74,7 @@ def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
     """Return the value of ``expr``; ``sizes`` contains all of its symbols."""
     if isinstance(expr, int):
         return expr
-    # ``subs`` would first sort all given symbols, and a deep model has many.
+    # ``subs`` would first sort all given symbols, and a deep model has many symbols.
     return int(expr.xreplace({symbol: sympy.Integer(sizes[symbol]) for symbol in expr.free_symbols}))
 
 
@@ -88,8 +88,8 @@ def draw(
 ) -> torch.Tensor:
     """Draw a random tensor for one input of a site: rows and queries are normal, and masks hide some tokens.
 
-    ``counts``: the input holds counts of keys, drawn between -2 and ``counts`` + 1. ``lists``: the input is a sparse
-    index list.
+    ``counts``: if set, the input holds counts of keys, drawn between -2 and ``counts`` + 1. ``lists``: if set, the
+    input is a sparse index list.
     """
     fake = val(node)
     shape = [number(size(d), sizes) for d in fake.shape]
@@ -99,7 +99,7 @@ def draw(
         return torch.randint(-2, counts + 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     if lists is not None:
         return _named(shape, lists, generator).to(fake.dtype).to(fake.device)
-    # Zero and one are valid as an index, as a flag and as a count.
+    # Zero and one are valid indices, flags and counts.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
@@ -107,7 +107,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Listed:
-    """A sparse index list as input: the number of keys, the axis of entries, and whether entries are distinct."""
+    """A sparse index list: the number of keys, the axis along which entries lie, and whether entries are distinct."""
 
     keys: int
     axis: int
@@ -129,14 +129,14 @@ def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
     """
     if not shape or torch.rand((), generator=generator) < 0.5:
         return torch.rand(shape, generator=generator) < 0.8
-    # Ends may lie beyond the row, so that rows without padding on one side are frequent too.
+    # Ends may lie beyond the row, so that many rows have no padding on one side.
     ends = torch.randint(-shape[-1], 2 * shape[-1] + 1, (2, *shape[:-1], 1), generator=generator)
     token = torch.arange(shape[-1])
     return (token >= ends.amin(0)) & (token < ends.amax(0))
 
 
 class Evaluation:
-    """Evaluates one node from given inputs and live weights; floats are cast to ``dtype`` unless it is None."""
+    """Evaluates nodes from given inputs and live weights. If ``dtype`` is set, floats are cast to ``dtype``."""
 
     def __init__(
         self,
@@ -163,8 +163,7 @@ class Evaluation:
                     pending.pop()
                     continue
                 leaf = self._leaf(current)
-                # In the model's own precision, quantized operators run themselves. In other precisions, their stand-ins
-                # run.
+                # In the model's own precision, quantized operators run. In other precisions, their stand-ins run.
                 original = original_of(current) if self.dtype is None and leaf is None else None
                 needed = [] if leaf is not None else current.all_input_nodes if original is None else [original]
                 missing = [n for n in needed if n not in self._values]
@@ -190,7 +189,7 @@ class Evaluation:
             return self._cast(held)  # a constant of the graph
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
-            return number(size(value), self.sizes)  # not computed, because it may count values that are drawn here
+            return number(size(value), self.sizes)  # not computed, because it may depend on drawn values
         # No other rank takes part here, so results of collectives are drawn.
         inner = node.op not in ("placeholder", "get_attr") and node.name not in self.weights
         if inner and not (is_collective(node) and is_tensor(node)):
@@ -211,7 +210,7 @@ class Evaluation:
         return self._cast(draw(node, sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
-        # A tensor subclass is read through its inner tensors, which are cast one by one.
+        # A tensor subclass is not cast, because its inner tensors are read and cast one by one.
         whole = self.dtype is None or is_traceable_wrapper_subclass(value)
         return value.to(self.dtype) if not whole and value.is_floating_point() else value
 
@@ -227,12 +226,12 @@ class Evaluation:
         if self.dtype is not None and is_foreign(node.target):
             return self._in_own_precision(node)
         value = node.target(*_promoted(node.target, args, self.dtype), **kwargs)
-        # A tensor that is made without a dtype and from no other tensor has torch's default dtype.
+        # An operator without tensor operands may create a tensor in torch's default dtype.
         made = isinstance(value, torch.Tensor) and not any(map(is_tensor, node.all_input_nodes))
         return self._cast(value) if made else value
 
     def _in_own_precision(self, node: fx.Node) -> object:
-        """Run an operator of a library in the dtypes that it supports; cast the result to the evaluation's dtype."""
+        """Run a library's operator in the traced dtypes, and cast the result to the evaluation's dtype."""
 
         def as_it_was(n: fx.Node) -> Any:
             value = self._values[n]
@@ -244,7 +243,7 @@ class Evaluation:
 
 
 def _narrowed_to(node: fx.Node) -> float | None:
-    """Return the largest number of the dtype that ``node`` casts to, if the operand's dtype has larger numbers."""
+    """Return the largest number of the dtype to which ``node`` narrows its operand; None for other operators."""
     dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
     x = next(iter(node.args), None)
     if dtype is None or not isinstance(x, fx.Node) or not is_tensor(x):
@@ -261,7 +260,7 @@ def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Cast integer tensors to ``dtype`` if an argument is a float, where torch would use its default, float32."""
+    """Cast integer tensors to ``dtype`` if an argument is a float. Torch would cast to float32, its default."""
     pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
     if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
         return args
@@ -270,7 +269,7 @@ def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -
 
 
 class _Widened(fx.Interpreter):
-    """Runs a function that an operator calls, in the same precision as the graph around it."""
+    """Runs a function that an operator calls, in the precision of the surrounding graph."""
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None) -> None:
         super().__init__(module)

@@ -1,8 +1,8 @@
 """Choose the nodes to compare for the rewrites that are not absorptions.
 
-These rewrites are an indexer that became one operator, an attention that runs one group of heads at a time to save
-memory, and an attention that was split because its heads read different rows. In all functions, ``untouched`` maps
-names to the nodes of the untouched graph.
+There are three such rewrites. An indexer becomes one operator. An attention runs one group of heads at a time to save
+memory. An attention is split because its heads read different rows. In all functions, ``untouched`` maps names to the
+nodes of the untouched graph.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def index_comparison(
 def by_heads_comparison(
     site: AttentionSite, region: Region, new: fx.Node, untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison | str:
-    """Return a comparison of ``new`` with the region's untouched output at the traced sizes, or why there is none."""
+    """Return a comparison of ``new`` with the region's untouched output at the traced sizes, or say why not."""
     old = untouched.get(region.out.meta.get(ORIGIN, ""))
     if old is None:
         return "not checked numerically: the untouched graph has no such output"
@@ -73,17 +73,16 @@ def split_comparison(
 
 
 def _boundary(groups: Sequence[Verdict], weights: Collection[str]) -> dict[str, fx.Node]:
-    """Return, by name, the nodes from which all groups are computed and which the untouched graph also has.
+    """Return the nodes from which all groups are computed, by their names in the untouched graph.
 
-    The absorbed rows are among these nodes; nodes between the rows and the attention are not.
+    The absorbed rows are included. Nodes between the absorbed rows and the attention are not.
     """
     rows: list[fx.Node] = []
     others: list[fx.Node] = []
     for verdict in groups:
         site = verdict.site
         others += [p.q.node for p in site.products]
-        # Values are drawn for the inputs of a mask, not for the mask, because a group may read a length instead of the
-        # mask.
+        # Values are drawn for the inputs of a mask, not for the mask. A group may read a length instead of the mask.
         others += (visible(site, ()) if verdict.plan is None else verdict.plan.visible).given
         if verdict.absorb and verdict.plan is not None:
             rows += [n for source in verdict.plan.sources for n in decides(source)]

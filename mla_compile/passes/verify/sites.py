@@ -1,7 +1,7 @@
 """Choose what to compare for a rewritten attention: the part of the graph between its inputs and its output.
 
-The inputs (rows, queries, masks, weights) get random values. These are ordinary, or so large that the softmax is near
-one-hot, and masks may be padding masks. A symbolic context is also checked at a large length.
+The inputs (rows, queries, masks, weights) get random values. Half of the draws are so large that the softmax is near
+one-hot. Masks may be padding masks. If the context is symbolic, a large length is also checked.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mla_compile.passes.verify.evaluate import Listed, number, of_sizes, symbols
 def site_comparison(
     plan: AbsorbPlan, new: fx.Node, untouched: Mapping[str, fx.Node], given: Sequence[fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """Return a comparison of the rewritten output ``new`` with the output of the same site in the untouched graph.
+    """Return a comparison of the rewritten output ``new`` with the site's output in the untouched graph.
 
-    ``untouched``: the nodes of the untouched graph, by name. ``given``: the rows that get random numbers, if they
-    differ from the plan's rows.
+    ``untouched``: the nodes of the untouched graph, by name. ``given``: the rows that get random numbers; empty if
+    these are the plan's rows.
     """
     inputs = [
         *(n for source in given or plan.sources for n in decides(source)),
@@ -45,10 +45,10 @@ def site_comparison(
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
-    """Return the name of the node to compare in the untouched graph, the rewritten node, and further inputs of it.
+    """Return the name of the untouched node to compare, the rewritten node, and its other inputs.
 
-    The node to compare is usually the site's output. If canonicalisation extracted that output from a larger operator
-    (such as a product from ``baddbmm``), the node is the result of the larger operator.
+    The nodes are usually outputs of the site. If canonicalisation extracted the output from a larger operator (such as
+    a product from ``baddbmm``), the nodes are results of the larger operator.
     """
     if ORIGIN in site.meta:
         return site.meta[ORIGIN], new, []
@@ -63,10 +63,10 @@ def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]
 def nearest_known(
     nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
 ) -> dict[str, fx.Node]:
-    """Return the nearest nodes upstream of ``nodes`` that have a counterpart in the untouched graph, by its name.
+    """Return the nearest nodes upstream of ``nodes`` that the untouched graph also has, by their names there.
 
-    If these nodes are given values, both graphs must compute the same results. ``without``: nodes that already have
-    values. A node that depends on one of them is computed, so no value is drawn for it.
+    Given equal values of these nodes, both graphs must compute equal results. ``without``: nodes that already have
+    values. No values are drawn for nodes downstream of ``without``, because these nodes are computed.
     """
     found: dict[str, fx.Node] = {}
 
@@ -94,8 +94,8 @@ def compared(
 ) -> Comparison:
     """Return a comparison of ``new`` with ``old``, which are both computed from the same values of ``boundary``.
 
-    ``share``: the fraction of the computed heads that belongs to ``plan``. ``longer``: whether to compare with more
-    keys than in the trace, too.
+    ``share``: the fraction of the computed heads that belongs to ``plan``. ``longer``: whether to also compare with
+    more keys than in the trace.
     """
     runs: list[Run] = []
     note = None
@@ -111,7 +111,7 @@ def compared(
 
 
 def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Listed]:
-    """Return the input that is a sparse index list, if there is one, by its name in the untouched graph."""
+    """Describe the input that is a sparse index list, if there is one, by its name in the untouched graph."""
     chosen = plan.visible.chosen
     if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
         return {}
@@ -122,22 +122,22 @@ def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Lis
 
 
 def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
-    """Return values for the shape symbols: the traced ones, and a long context if the shapes allow it."""
+    """Return values for the shape symbols: the traced values, and a long context if the shapes allow it."""
     operands = [plan.site.v, *(p.k for p in plan.site.products), *plan.site.between]
     operands += [p.q for p in plan.site.products]
     boundary = list(boundary)
-    # The nodes that a mask or a slice of rows is computed from may have symbols of their own.
+    # The inputs of a mask or of a slice of rows may have symbols of their own.
     nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
-        return [seen]  # the slice reads only some rows, and their number may differ from the number of keys
+        return [seen]  # the slice may have fewer rows than there are keys
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
     (symbol,) = context[0].free_symbols
     if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
         return [seen]  # a guard has since replaced this symbol by another
-    # Symbols that occur only in inputs upstream of the operands (as position masks) grow by as many tokens.
+    # Symbols of other inputs, such as position masks, must grow by the same number of tokens as the context.
     beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
     longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
     sizes: dict[object, int] = {}
@@ -154,7 +154,7 @@ def _sized_by(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
 
 
 def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """Return the symbols in the bounds of sliced rows (such as the newest 8 of n); shapes may lack them."""
+    """Return the symbols in the bounds of sliced rows. Shapes need not contain these symbols."""
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
         while is_virtual(node):

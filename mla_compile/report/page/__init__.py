@@ -1,1 +1,1 @@
-"""The report as one HTML page: its content, the layout of its drawings and charts, and the writing of the file."""
+"""The report as one HTML page: its content, the layout of drawings and charts, and the writing of the file."""

@@ -1,4 +1,4 @@
-"""Charts as positions and words, which the template writes as SVG. Marks keep their unrounded values."""
+"""Charts as positions and words. The template writes charts as SVG. Marks keep unrounded values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point that is also in the table: its position, its values, and its text."""
+    """A marked point, which is also in the table: position, values and text."""
 
     x: float
     y: float
@@ -70,7 +70,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines on logarithmic axes; ``limit`` is a vertical line with its text."""
+    """Lines on logarithmic axes. ``limit`` is a vertical line with a text."""
 
     title: str
     alternative: str
@@ -95,7 +95,7 @@ class Series:
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, bool]], unit: str) -> BarChart:
-    """Return a chart with a bar for each row: name, value, and whether it is the model's own kind."""
+    """Return a chart with a bar for each row: name, value, and whether the model is of this kind."""
     most = max(value for _, value, _ in rows)
     room = WIDTH - _BAR_LEFT - _BAR_RIGHT
     drawn = tuple(

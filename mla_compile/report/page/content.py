@@ -35,7 +35,7 @@ _FAMILIES: dict[Family, str] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its name, and a list of all its nodes for readers who cannot see the drawing."""
+    """A named drawing, and a list of its nodes for readers who cannot see the drawing."""
 
     name: str
     graph: PlacedGraph
@@ -68,9 +68,9 @@ class SiteView:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; the first column names the rows.
+    """A table with a caption. The first column names the rows.
 
-    ``rows``: the cells of each row, and whether it is highlighted. ``numbers``: the columns with numbers.
+    ``rows``: the cells of each row, and whether the row is highlighted. ``numbers``: the columns with numbers.
     """
 
     caption: str
@@ -212,7 +212,7 @@ def _cost_table(costs: Sequence[TokenCost]) -> Table:
 
 
 def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[int]]) -> float | None:
-    """Return the context at which the first two forms cost the same; ``None`` if there is none.
+    """Return the context at which the first two forms have equal cost; ``None`` if there is no such context.
 
     Both costs are linear in the context.
     """

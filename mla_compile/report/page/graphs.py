@@ -1,4 +1,4 @@
-"""Lay out a drawing as boxes and curves, which the template writes as SVG."""
+"""Lay out a drawing as boxes and curves. The template writes boxes and curves as SVG."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NodeBox:
 
     @property
     def lowered(self) -> float:
-        """How far the text is shifted down, because the drum of a cache has a lid."""
+        """How far the text is shifted down. The drum of a cache has a lid."""
         return 3.0 if self.node.role == "cache" else 0.0
 
     @property
@@ -52,7 +52,7 @@ class NodeBox:
 
 @dataclass(frozen=True)
 class PlacedGraph:
-    """A drawing after its layout; curves are SVG paths."""
+    """A drawing after its layout. Curves are SVG paths."""
 
     boxes: tuple[NodeBox, ...]
     curves: tuple[str, ...]
@@ -79,7 +79,7 @@ def laid_out(drawing: Drawing) -> PlacedGraph:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """Return the path of an edge: curved from box to box, and straight through layers that the edge only crosses."""
+    """Return the path of an edge: curved between layers, and straight through layers that the edge only crosses."""
     half = _HEIGHT / 2
     (x, y), rest = points[0], points[1:]
     path = f"M{x:.1f},{y + half:.1f}"
@@ -103,7 +103,7 @@ def _cut(text: str) -> str:
 
 
 def _in_words(drawing: Drawing) -> str:
-    """Count the nodes of each kind and name the attention operator. The table below the picture lists all nodes."""
+    """Count the nodes of each kind and name the attention operator. A table on the page lists all nodes."""
     names = {"op": "operators", "weight": "weights", "cache": "caches", "latent": "latent rows", "input": "inputs"}
     counts = [f"{sum(n.role == role for n in drawing.nodes)} {name}" for role, name in names.items()]
     attention = ", ".join(dict.fromkeys(n.label for n in drawing.nodes if n.role == "attention"))

@@ -1,7 +1,7 @@
-"""Place the boxes of a small graph: layers by distance from the end, few crossings, short straight edges.
+"""Place the boxes of a small graph in layers, with few crossings and short, straight edges.
 
-The method is that of Sugiyama, Tagawa and Toda (1981): first layers, then the order within each layer, then positions.
-An edge that spans several layers passes through a point in each of them. The same graph always gets the same picture.
+The method of Sugiyama, Tagawa and Toda (1981) chooses layers by distance from the end, then the order within layers,
+then positions. An edge that spans several layers has a point in each layer. Equal graphs get equal pictures.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _ordered(layer: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Order the boxes and points of every layer by barycentres, sweeping down and up; keep the best order."""
+    """Order the boxes and points of every layer by barycentres, in sweeps down and up. Keep the best order."""
     above, below = _neighbours(len(layer), links)
     rows: list[list[int]] = [[] for _ in range(max(layer) + 1)]
     for i in _depth_first(above, [i for i in range(len(layer)) if not below[i]]):
@@ -145,7 +145,7 @@ def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], 
 
 
 def _apart(wanted: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """Return the centres closest to ``wanted`` (least squares) that keep order and gaps: pool adjacent violators."""
+    """Return the centres closest to ``wanted`` (least squares) that keep order and gaps ("pool adjacent violators")."""
     offsets = [0.0]
     for left, right in pairwise(widths):
         offsets.append(offsets[-1] + (left + right) / 2 + GAP_X)

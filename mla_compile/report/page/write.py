@@ -1,4 +1,4 @@
-"""Write the page as a file that loads nothing, runs no script, and is the same for equal reports."""
+"""Write the page as a file that loads nothing and runs no script. Equal reports give equal files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def render_report(
 
 
 def write_page(result: Explained, path: Path, title: str = "") -> None:
-    """Write the page of an explained model; an existing file stays until the new page is complete."""
+    """Write the page of an explained model. An existing file stays until the new page is complete."""
     _write(render(result, title), path)
 
 
@@ -91,7 +91,7 @@ def checked(path: str | os.PathLike[str]) -> Path:
 
 
 def _mode(path: Path) -> int:
-    """Return the permissions of the replaced file, or those of a new file."""
+    """Return the permissions of the old file, or the default permissions."""
     if path.exists():
         return path.stat().st_mode & 0o777
     return 0o666 & ~umask()
