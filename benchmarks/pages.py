@@ -29,7 +29,8 @@ NAMES = {"v2lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3", "v3": "DeepSeek-V
 FORMS = {"inductor": "`torch.compile`", "optimize": "`optimize`", "saved": "`load` of a saved folder"}
 PROGRAMS = {
     "ours": "mla bfloat16", "llama_bfloat16": "llama.cpp bfloat16", "inductor": "Inductor", "eager": "eager",
-    "ours_int8": "mla int8", "llama_q8_0": "llama.cpp Q8_0", "llama_q4_k_m": "llama.cpp Q4_K_M",
+    "ours_int8": "mla int8", "ours_int4": "mla int4", "llama_q8_0": "llama.cpp Q8_0",
+    "llama_q4_k_m": "llama.cpp Q4_K_M",
 }  # fmt: skip
 SCALES = ("plain", "sharp", "outlier", "offset")
 WORDS = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
@@ -227,8 +228,8 @@ def first_token(*, deepest: bool = False) -> str:
 def peers_cpu(*, short: bool = False) -> str:
     """Steps and prompts of a whole model in milliseconds: best and median; in the short form medians of some steps."""
     about, rows = data("peers_cpu"), []
-    names = tuple(PROGRAMS)[: 4 if short else None]
     measured = [r for r in about["rows"] if not short or r["kind"] == "step"]
+    names = [n for n in PROGRAMS if any(n in r["ms"] for r in measured)][: 4 if short else None]
     for r in measured:
         times = ((r["ms"][n]["best"], r["ms"][n]["median"]) if n in r["ms"] else None for n in names)
         cells = ("" if t is None else f"{t[1]:.0f}" if short else f"{t[0]:.1f} / {t[1]:.1f}" for t in times)

@@ -57,7 +57,10 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
-_ROWS_SCHEMA = f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.MOST}) -> Tensor"
+_ROWS_SCHEMA = (
+    f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.MOST}, Tensor? scales=None, Tensor? zeros=None)"
+    " -> Tensor"
+)
 _HEADS_SCHEMA = "(Tensor x, Tensor weight) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (

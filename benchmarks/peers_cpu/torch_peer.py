@@ -18,23 +18,24 @@ def weights(model: str, layers: int, longest: int) -> Any:
 
 
 class TorchPeer:
-    """One model in one form: ``eager``, ``inductor`` or ``mla``; ``mla int8`` with torchao's weights of eight bits."""
+    """One model in one form: ``eager``, ``inductor``, ``mla``; ``mla int8`` and ``mla int4``: of torchao's weights."""
 
     def __init__(self, form: str, model: str, dtype: str, layers: int, batch: int, longest: int) -> None:
         self.form, _, bits = form.partition(" ")
         self.batch = batch
         self.model = weights(model, layers, longest).to(DTYPES[dtype])
         if bits:
-            self._quantize()
+            self._quantize(bits)
         d = MODELS[model].dims
         slots = [(1, d.L, 1, d.R)] * layers
         calls = variants(self.model, [self.form])
         self.steps = DecodeSteps(self.model, calls, slots, batch=batch, longest=longest + 1, dtype=DTYPES[dtype])
 
-    def _quantize(self) -> None:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    def _quantize(self, bits: str) -> None:
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
-        quantize_(self.model, Int8WeightOnlyConfig())
+        int4 = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))  # the groups of Q4_K_M
+        quantize_(self.model, {"int8": Int8WeightOnlyConfig(), "int4": int4}[bits])
 
     def logits(self, prompt: list[int], token: int) -> list[float]:
         """Logits after ``prompt`` and a step with ``token``, of the first sequence."""

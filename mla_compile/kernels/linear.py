@@ -4,6 +4,9 @@ A decode step multiplies one row per request by weights that must be read from m
 take two to three times as long as the reading. On a CPU, the native kernel multiplies up to :data:`MOST` rows by one
 weight, or up to :data:`MOST_OF_HEADS` rows if every head has its own small weight. A weight may be stored in fewer bits
 than the rows. Torch computes products with more rows, on other devices, or in other dtypes.
+
+An int8 weight [O,K] may have a scale and a zero point for each group of g columns. The codes ``weight[o,k]`` then mean
+``(weight[o,k] - zeros[o,k//g]) * scales[o,k//g]``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ MOST = 4
 MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
 """Graphs use the kernel from this weight size on. Smaller weights stay in a cache, and fixed call costs dominate."""
+COLUMNS = native.COLUMNS
 _STORED = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16, torch.int8),
@@ -32,22 +36,43 @@ _GAIN = 1.1  # graphs use the kernel if it is faster than torch by this factor
 _SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # of the measurement: side of a square weight, bytes of all weights, rounds
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    most: int = MOST,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Tensor:
     """Return ``x`` [...,K] times ``weight`` [O,K] plus ``bias`` [O], as [...,O] in the dtype of ``x``.
 
     The bias has the dtype of ``x``; the weight has it, too, or is stored in fewer bits. The kernel is used for up to
-    ``most`` rows, where ``most`` is at most :data:`MOST`. Raises :class:`InputError` if the arguments do not fit
-    together.
+    ``most`` rows, where ``most`` is at most :data:`MOST`.
+
+    An int8 weight may have ``scales`` [O,K/g] in float32 or the dtype of ``x``, and ``zeros`` [O,K/g] in int8. The
+    kernel is used if g is a multiple of :data:`COLUMNS`. It does not round the scaled weight to the dtype of ``x``.
+
+    Raises :class:`InputError` if the arguments do not fit together.
     """
-    check(x, weight, bias)
+    check(x, weight, bias, scales, zeros)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
-    if rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel():
+    few = rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel() > 0
+    if few and (scales is None or weight.shape[1] // scales.shape[1] % COLUMNS == 0):
         library = native.load()
         if library is not None:
-            out = native.few_rows_product(library, x.reshape(1, rows, -1), weight[None], bias)
+            out = native.few_rows_product(library, x.reshape(1, rows, -1), weight[None], bias, scales, zeros)
             return out.view(*x.shape[:-1], weight.shape[0])
     with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x
-        return F.linear(x, weight.to(x.dtype), bias)
+        return F.linear(x, _dequantized(weight.to(x.dtype), scales, zeros), bias)
+
+
+def _dequantized(weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Tensor:
+    """Return the weight [O,K] for codes that have been converted to its dtype."""
+    if scales is None or not weight.numel():
+        return weight
+    codes = weight.reshape(*scales.shape, -1)
+    scaled = (codes if zeros is None else codes - zeros[..., None]) * scales[..., None]
+    return scaled.reshape(weight.shape).to(weight.dtype)
 
 
 def run_of_heads(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,13 +97,20 @@ def fake_of_heads(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
-def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    most: int = MOST,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Tensor:
     """Return an empty tensor like the result."""
-    check(x, weight, bias)
+    check(x, weight, bias, scales, zeros)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, zeros: Tensor | None) -> None:
     """Raise :class:`InputError` if the arguments do not fit together."""
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise InputError(
@@ -86,7 +118,24 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise InputError(f"{ROWS}: bias is {list(bias.shape)}, expected [O] = [{weight.shape[0]}]")
+    _check_groups(x, weight, scales, zeros)
     _check_stored(ROWS, x, weight, *(() if bias is None else (bias,)))
+
+
+def _check_groups(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> None:
+    O, K = weight.shape  # noqa: E741  the letter of the output's columns
+    given = [t for t in (scales, zeros) if t is not None]
+    rows, groups = scales.shape if scales is not None and scales.dim() == 2 else (None, 0)
+    if given and not (rows == O and groups and K % groups == 0 and all(t.shape == given[0].shape for t in given)):
+        said = ", ".join("none" if t is None else str(list(t.shape)) for t in (scales, zeros))
+        raise InputError(f"{ROWS}: scales and zeros are {said}; expected [O,K/g] of a weight [O,K] = [{O}, {K}]")
+    if scales is None:
+        return
+    codes = [weight] if zeros is None else [weight, zeros]
+    fits = all(t.dtype == torch.int8 for t in codes) and scales.dtype in (torch.float32, x.dtype)
+    if not fits or any(t.device != x.device for t in given):
+        said = ", ".join(f"{t.dtype} on {t.device}" for t in (*codes, scales))
+        raise InputError(f"{ROWS}: codes and scales are {said}; expected torch.int8, and {x.dtype} or torch.float32")
 
 
 def check_of_heads(x: Tensor, weight: Tensor) -> None:
@@ -125,10 +174,16 @@ def reads_heads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -
     return reads(device, dtype, stored) and native.load() is not None
 
 
-def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel is faster than torch, measured on this machine with torch's current thread count."""
+def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int, width: int = 0) -> bool:
+    """Whether the native kernel is faster than torch, measured on this machine with torch's current thread count.
+
+    ``width`` is the number of columns that share a scale, or 0 for a weight without scales. A weight with scales needs
+    no measurement: torch dequantizes it in every call, which takes many times as long (``benchmarks/peers_cpu``).
+    """
     if not takes(device, dtype, stored, rows):
         return False
+    if width:
+        return width % COLUMNS == 0 and native.load() is not None
     return _measured(dtype, stored, rows, torch.get_num_threads()) >= _GAIN
 
 

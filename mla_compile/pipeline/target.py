@@ -19,8 +19,8 @@ class Target:
         runs: whether a kernel runs the operator over given rows. The operator's reference implementation is not such a
             kernel: it is no faster than the model's own code.
         reads_float8: whether a kernel on a given device reads rows in float8.
-        pays: whether the kernel for products of a few rows beats torch's, by device, dtypes of rows and weight, and
-            number of rows.
+        pays: whether the kernel for products of a few rows beats torch's, by device, dtypes of rows and weight, number
+            of rows, and number of columns that share a scale.
         least_bytes: the smallest weight for that kernel.
         most_rows: the most rows for that kernel.
         reads_heads: whether a kernel for products of a few rows with a weight for each head supports a device, a dtype
@@ -31,7 +31,7 @@ class Target:
 
     runs: Callable[[torch.Tensor], bool]
     reads_float8: Callable[[torch.device], bool]
-    pays: Callable[[torch.device, torch.dtype, torch.dtype, int], bool]
+    pays: Callable[[torch.device, torch.dtype, torch.dtype, int, int], bool]
     least_bytes: int
     most_rows: int
     reads_heads: Callable[[torch.device, torch.dtype, torch.dtype], bool]

@@ -189,6 +189,100 @@ def test_weights_in_int8_are_read_as_they_are(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_scales_and_zero_points_for_groups_of_columns(dtype: torch.dtype, scale: torch.dtype):
+    for (O, K, g), zeros, rows in itertools.product(  # noqa: E741
+        [(1, 32, 32), (7, 96, 32), (130, 256, 64), (65, 2080, 32), (3, 2080, 2080), (66, 48, 24), (5, 4096, 128)],
+        (False, True),
+        (1, 2, 4, 5),
+    ):
+        codes, scales = numbers(O, K, dtype=torch.int8), seeded(O, K // g, dtype=scale, seed=3)
+        points = numbers(O, K // g, dtype=torch.int8) if zeros else None
+        exact = (codes.view(O, -1, g).double() - (0 if points is None else points[..., None].double())).clone()
+        weight = (exact * scales[..., None].double()).view(O, K)
+        x, bias = seeded(rows, K + 2, dtype=dtype)[:, 1:-1], seeded(O, dtype=dtype)
+        # Slices: rows of the codes, scales and zero points that are not contiguous.
+        wide = [torch.cat([t, t], 1)[:, : t.shape[1]] for t in (codes, scales, points) if t is not None]
+        for given in ([codes, scales, points], [*wide, None][:3]):
+            got = few_rows_linear(x, given[0], bias, 4, *given[1:])
+            want = F.linear(x.double(), weight, bias.double())
+            assert (got.shape, got.dtype) == (want.shape, dtype)
+            # Torch rounds the scaled weight to the dtype of x; the kernel does not.
+            size = F.linear(x.double().abs(), weight.abs(), bias.double().abs())
+            assert (got.double() - want).norm() <= 2 * BOUND[dtype] * size.norm(), (O, K, g, zeros, rows)
+
+
+def test_large_zero_points_cost_no_digits():
+    """Codes close to their zero point, and rows of one sign: a difference of two large sums would lose digits."""
+    K = 4096
+    x, scales = seeded(2, K).abs() + 1000, seeded(8, K // 128).abs()
+    zeros = torch.full((8, K // 128), -120, dtype=torch.int8)
+    codes = (numbers(8, K, dtype=torch.int8) % 3 - 121).to(torch.int8)
+    weight = ((codes.view(8, -1, 128).double() + 120) * scales[..., None].double()).view(8, K)
+    got, want = few_rows_linear(x, codes, None, 4, scales, zeros), F.linear(x.double(), weight)
+    assert (got.double() - want).norm() <= BOUND[torch.float32] * F.linear(x.double(), weight.abs()).norm()
+
+
+def test_a_zero_point_of_zero_changes_nothing():
+    x, codes, scales = seeded(2, 64), numbers(5, 64, dtype=torch.int8).abs() + 1, seeded(5, 2).abs()
+    x[0, 3], x[1, 40] = float("inf"), float("nan")
+    plain, with_zeros = (
+        few_rows_linear(x, codes, None, 4, scales, z) for z in (None, torch.zeros(5, 2).to(torch.int8))
+    )
+    assert bool(plain[0].isposinf().all())
+    assert bool(plain[1].isnan().all())
+    assert torch.equal(plain[0], with_zeros[0])
+    assert bool(with_zeros[1].isnan().all())
+
+
+def test_few_rows_of_a_weight_with_scales_run_in_the_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    multiply = native.few_rows_product
+    monkeypatch.setattr(native, "few_rows_product", lambda *args: (calls.append(1), multiply(*args))[1])
+    codes = numbers(6, 96, dtype=torch.int8)
+    for rows, groups in itertools.product((1, 4, 5), (1, 3, 4)):
+        calls.clear()
+        few_rows_linear(seeded(rows, 96), codes, None, 4, seeded(6, groups))
+        assert bool(calls) is (kernel == "native" and rows <= 4 and groups != 4)
+
+
+CODES = torch.ones(4, 6, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scales", "zeros", "message"),
+    [
+        (CODES, torch.ones(4, 4), None, r"scales and zeros are \[4, 4\], none; expected \[O,K/g\] .* \[4, 6\]"),
+        (CODES, torch.ones(3, 2), None, r"\[3, 2\], none"),
+        (CODES, torch.ones(4), None, r"\[4\], none"),
+        (CODES, torch.ones(4, 0), None, r"\[4, 0\], none"),
+        (CODES, None, CODES[:, :2], r"none, \[4, 2\]"),
+        (CODES, torch.ones(4, 2), CODES[:, :3], r"\[4, 2\], \[4, 3\]"),
+        (CODES, torch.ones(4, 2), torch.ones(4, 2), "torch.int8 on cpu, torch.float32 on cpu.*; expected torch.int8"),
+        (CODES.float(), torch.ones(4, 2), None, "codes and scales are torch.float32 on cpu.*; expected torch.int8"),
+        (CODES, torch.ones(4, 2).bfloat16(), None, "torch.bfloat16 on cpu; expected .*torch.float32"),
+        (CODES, torch.ones(4, 2, device="meta"), None, "torch.float32 on meta"),
+    ],
+)
+def test_wrong_scales(weight: Tensor, scales: Tensor | None, zeros: Tensor | None, message: str):
+    with pytest.raises(InputError, match=message):
+        linear.run(torch.ones(2, 6), weight, None, 4, scales, zeros)
+
+
+def test_scales_in_a_compiled_graph():
+    codes, scales = numbers(8, 64, dtype=torch.int8), seeded(8, 2)
+    zeros = numbers(8, 2, dtype=torch.int8)
+    torch.library.opcheck(
+        few_rows_linear,
+        (seeded(2, 64), codes, None, 4, scales, zeros),
+        test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
+    )
+
+
+@pytest.mark.parametrize(
     ("x", "weight", "message"),
     [
         (torch.ones(2, 3), torch.ones(2, 4, 5), r"x is \[2, 3\] and weight \[2, 4, 5\]"),
@@ -250,4 +344,8 @@ def test_it_pays_where_it_was_measured_to(kernel: str, monkeypatch: pytest.Monke
     assert not linear.pays(cpu, torch.float16, torch.float16, 1)
     assert not linear.pays(cpu, torch.float32, torch.bfloat16, 1)  # torch has no such product to compare with
     assert not linear.pays(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 1)
+    # Torch dequantizes a weight with scales in every call, so there is nothing to measure.
+    assert linear.pays(cpu, torch.bfloat16, torch.int8, 4, 64) is (kernel == "native")
+    assert not linear.pays(cpu, torch.bfloat16, torch.int8, 1, 48)
+    assert not linear.pays(cpu, torch.bfloat16, torch.int8, linear.MOST + 1, 64)
     assert len(taken) == count

@@ -64,7 +64,9 @@ KINDS = {
 }  # fmt: skip
 CALL = struct.Struct("@49q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
-ROWS_CALL = struct.Struct("@16q")  # struct RowsCall in csrc/rows.h
+COLUMNS = 32
+"""Groups of columns with a scale have a multiple of this width, the widest step of the kernel for a few rows."""
+ROWS_CALL = struct.Struct("@20q")  # struct RowsCall in csrc/rows.h
 
 
 @dataclass(frozen=True)
@@ -270,25 +272,41 @@ def index_scores(library: Library, call: IndexCall) -> Tensor:
     return out
 
 
-def few_rows_product(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_product(
+    library: Library,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Tensor:
     """Return ``x`` [G,M,K] times ``weight`` [G,O,K] plus ``bias`` [O], as [G,M,O] in the dtype of ``x``.
 
     ``x`` is float32 or bfloat16. The weight has the dtype of ``x``, or is int8; if ``x`` is float32, it may also be
-    bfloat16. Raises :class:`MemoryError` if the scratch space cannot be allocated.
+    bfloat16. If ``scales`` [O,K/g] are given, in float32 or the dtype of ``x``, the weight [1,O,K] holds int8 codes of
+    ``(weight - zeros) * scales``, where a scale belongs to g columns, a multiple of :data:`COLUMNS`. ``zeros`` [O,K/g]
+    is int8; None means 0. Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
     x, bias = _dense_rows(x), None if bias is None else bias.contiguous()
-    if 1 not in weight.stride()[1:]:
+    if 1 not in weight.stride()[1:] or scales is not None:
         weight = _dense_rows(weight)
+    scales, zeros = (None if t is None else t.contiguous() for t in (scales, zeros))
     (G, M, K), O = x.shape, weight.shape[1]  # noqa: E741  the letter of the output's columns
     out = x.new_empty(G, M, O)
     packed = ROWS_CALL.pack(
         *(G, M, O, K, x.data_ptr(), *x.stride()[:2], weight.data_ptr(), *weight.stride()),
-        *(0 if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(_address(bias), out.data_ptr()),
         *(KINDS[x.dtype], KINDS[weight.dtype], torch.get_num_threads()),
+        *(0 if scales is None else K // scales.shape[1], _address(scales), _address(zeros)),
+        KINDS[x.dtype if scales is None else scales.dtype],
     )
     if library.rows(packed):
         raise MemoryError("mla_compile: no memory for the scratch space of the CPU kernel for products of a few rows")
     return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _dense_rows(rows: Tensor) -> Tensor:

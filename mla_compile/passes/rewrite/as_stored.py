@@ -11,7 +11,7 @@ Read instead, where both conversions are exact::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -26,13 +26,15 @@ _VIEWS = (aten.view, aten.reshape, aten.permute, aten.slice, aten.select, aten.s
 _EXACT = {torch.int8: (torch.bfloat16, torch.float16, torch.float32), torch.bfloat16: (torch.float32,)}
 
 
-def as_stored(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+def as_stored(
+    weight: fx.Node, ends: Callable[[fx.Node], bool] = lambda _: False
+) -> tuple[fx.Node, list[fx.Node]] | None:
     """Return the input that holds exactly the numbers of ``weight``, and the views from the input to ``weight``.
 
-    None if anything but views and exact copies lies between the two.
+    None if anything but views and exact copies lies between the two. ``ends``: which other nodes count as inputs.
     """
     views = []
-    while not _is_input(weight):
+    while not (_is_input(weight) or ends(weight)):
         if packet(weight) in _VIEWS:
             views.append(weight)
         elif not (isinstance(decode(weight), Copy) and _is_exact(args_of(weight)[0], weight)):

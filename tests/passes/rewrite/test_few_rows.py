@@ -30,16 +30,23 @@ X, W, BIAS = (seeded(*shape, dtype=torch.float32) for shape in [(2, K), (O, K), 
 Fn = Callable[..., Tensor]
 
 
-def handed(fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 4) -> int:
+def handed(
+    fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 4, pays: Callable[..., bool] | None = None
+) -> int:
     """How many products of ``fn(x, *weights)`` the operator takes; the result has to stay the same."""
     program = trace(fn, [x], weights)
     known = weight_nodes(canonical(program), program.weights)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[-1] <= most, least, 4)
+    pays = pays or (lambda *of: of[3] <= most)
+    done = few_rows(program.gm.graph, program.fake_mode, known, pays, least, 4)
     program.gm.graph.lint()
     program.gm.recompile()
     with torch.no_grad():
         torch.testing.assert_close(program.gm(x, *weights)[0], fn(x, *weights))
     return done
+
+
+def whatever_it_costs(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int, width: int) -> bool:
+    return linear.takes(device, dtype, stored, rows) and width % linear.COLUMNS == 0
 
 
 TAKEN: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
@@ -75,6 +82,49 @@ def test_what_is_left_to_the_compiler(name: str):
     assert handed(fn, *weights) == 0
 
 
+WIDE = seeded(2, 96, dtype=torch.float32)
+CODES = torch.arange(O * 96).reshape(O, 96).remainder(16).sub(8).to(torch.int8)
+SCALES, ZEROS = seeded(O, 3, dtype=torch.float32), torch.arange(3 * O).reshape(O, 3).remainder(5).to(torch.int8)
+
+
+def by_torchao(width: int = 32, rows: int = 1, dtype: torch.dtype = torch.float32, turned: bool = False) -> Fn:
+    """A product with a weight that torchao dequantizes, with a scale for each block of rows and columns."""
+
+    def fn(x: Tensor, codes: Tensor, scales: Tensor, *zeros: Tensor) -> Tensor:
+        dequantize = torch.ops.torchao.dequantize_affine
+        given = (codes, [rows, width], scales, *(zeros or [None]), torch.int8, -8, 7)
+        weight = dequantize(*given, output_dtype=dtype).to(x.dtype)
+        return x @ weight.t() if turned else F.linear(x, weight)
+
+    return fn
+
+
+IN_GROUPS: dict[str, tuple[Fn, tuple[Tensor, ...], int]] = {
+    "scales": (by_torchao(), (CODES, SCALES), 1),
+    "zero points": (by_torchao(), (CODES, SCALES, ZEROS), 1),
+    "a scale for a row": (by_torchao(96), (CODES, SCALES[:, :1].contiguous(), ZEROS[:, :1].contiguous()), 1),
+    "a transposed weight": (by_torchao(turned=True), (CODES, SCALES, ZEROS), 1),
+    "groups that the kernel does not read": (by_torchao(24), (CODES, seeded(O, 4, dtype=torch.float32)), 0),
+    "blocks of two rows": (by_torchao(rows=2), (CODES, SCALES[: O // 2].contiguous()), 0),
+    "zero points of 32 bits": (by_torchao(), (CODES, SCALES, ZEROS.int()), 0),
+    "scales of another dtype": (by_torchao(), (CODES, SCALES.bfloat16()), 0),
+    "a rounded weight": (by_torchao(dtype=torch.bfloat16), (CODES, SCALES), 0),
+}
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_weights_with_a_scale_for_each_group(name: str):
+    pytest.importorskip("torchao.quantization")
+    fn, weights, taken = IN_GROUPS[name]
+    assert handed(fn, *weights, x=WIDE, pays=whatever_it_costs) == taken
+
+
+def test_scales_that_each_call_computes_are_left_to_the_compiler():
+    pytest.importorskip("torchao.quantization")
+    given = lambda x, codes, scales: by_torchao()(x, codes, scales * x[0, 0])  # noqa: E731
+    assert handed(given, CODES, SCALES, x=WIDE, pays=whatever_it_costs) == 0
+
+
 @pytest.mark.parametrize(("seen", "pays", "takes"), [(3, 4, 4), (4, 3, 3), (3, 1, None), (5, 4, None)])
 def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
     """The operator takes as many as it pays for; where many were seen, all are left to the compiler."""
@@ -82,7 +132,7 @@ def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
     x = seeded(seen, 1, K, dtype=torch.float32)
     program = export(module, [x], [{0: torch.export.Dim("batch")}])
     known = weight_nodes(canonical(program), program.weights)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[-1] <= pays, 0, 4)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[3] <= pays, 0, 4)
     ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.few_rows_linear.default]
     assert [n.args[3] for n in ops] == [takes] * done == ([] if takes is None else [takes])
     program.gm.recompile()
@@ -107,7 +157,7 @@ def test_rows_bytes_and_what_pays_decide():
 )
 def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(linear, "pays", linear.takes)
+    monkeypatch.setattr(linear, "pays", whatever_it_costs)
     model = build(family).float()
     given = prompt(batch=1, pad=0)
     want, _ = greedy(model, given, 6)
@@ -117,6 +167,20 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
         assert torch.equal(greedy(fast, given, 6)[0], want)
         found = {p.name: p.changes for p in fast.mla_report.passes}["few_rows"]
         assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
+
+
+@pytest.mark.singly
+def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
+    quantization = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    model = build("deepseek_v3", hidden_size=64, q_lora_rank=32, v_head_dim=16, moe_intermediate_size=32)
+    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
+    quantization.quantize_(model, config)
+    given = prompt(batch=1, pad=0)
+    want, _ = greedy(model, given, 6)
+    fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products="native")
+    assert torch.equal(greedy(fast, given, 6)[0], want)
+    assert {p.name: p.changes for p in fast.mla_report.passes}["few_rows"] >= 2 * 3
 
 
 @pytest.mark.thorough
@@ -130,7 +194,7 @@ def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.Monke
     several = target.ranks > 1
     assert several is (ranks == 2)
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(linear, "pays", linear.takes)
+    monkeypatch.setattr(linear, "pays", whatever_it_costs)
     monkeypatch.setattr("mla_compile.pipeline.target._ranks", lambda: target.ranks)
     module, given = Toy(), decode_inputs()
     outcome = pipeline.run(export(module, given), Options(products="native", forms="absorbed"))
@@ -142,7 +206,7 @@ def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.Monke
 
 def test_attention_over_rows_that_heads_share_counts_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(linear, "pays", linear.takes)
+    monkeypatch.setattr(linear, "pays", whatever_it_costs)
     dims = replace(Dims(), dtype=torch.float32)
     module = rows_of_all_heads.build(dims).eval()
     given = [seeded(dims.B, S, W, dtype=torch.float32) for S, W in ((1, dims.D), (7, dims.N + dims.R))]

@@ -2,7 +2,8 @@
 //
 // If the weight is read in its memory order, such a product takes as long as reading it from memory. So the rows of the
 // weight are walked one after the other, each with all rows of x, which stay in a cache. A weight that is
-// contiguous along o is walked along k.
+// contiguous along o is walked along k. An int8 weight may have a scale and a zero point for each group of columns:
+// y[m,o] = sum_k x[m,k] (w[o,k] - zero[o,k/group]) scale[o,k/group] + bias[o].
 #pragma once
 
 #include <algorithm>
@@ -22,6 +23,10 @@ struct RowsCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
   const char* bias;  // [O], of the kind of x, or null
   char* out;         // [G,M,O] contiguous, of the kind of x
   int64_t kind, weight_kind, threads;  // kind: FLOAT32 or BFLOAT16; of the weight also INT8
+  int64_t group;       // columns with one scale, a multiple of 32; 0: no scales
+  const char* scales;  // [O,K/group] contiguous
+  const char* zeros;   // [O,K/group] contiguous, int8, or null
+  int64_t scale_kind;  // the kind of x, or FLOAT32
 };
 
 constexpr int64_t MAX_SIDE = 4;  // rows of x that are multiplied at a time; the weight stays in a cache for further ones
@@ -201,6 +206,51 @@ class RowsProduct {
   }
 };
 
+// The same for an int8 weight with a scale for each group of columns, which multiplies the sum over its group.
+template <class X, class S>
+class GroupsProduct {
+  using F = Few<X, int8_t>;
+  using Sum = typename F::Sum;
+  static constexpr int64_t STEP = F::STEP;
+  static constexpr int64_t AHEAD = 8192;  // prefetch distance in bytes
+
+ public:
+  static constexpr int64_t GROUP = 64;  // rows of the weight that a thread takes at a time
+
+  static size_t scratch(const RowsCall& c) { return sizeof(float) * MAX_SIDE * c.K; }
+
+  template <int M>
+  static void run(const Part<X, int8_t>& p, char* scratch) {
+    const RowsCall& c = p.c;
+    const int64_t groups = c.K / c.group;
+    float* x = reinterpret_cast<float*>(scratch);
+    for (int64_t k = 0; k < c.K; k += STEP)
+      for (int m = 0; m < M; ++m) F::pack(p.x + m * c.x_m + k, STEP, x + k * M + m * STEP);
+    const X* bias = reinterpret_cast<const X*>(c.bias);
+    for (int64_t o = p.begin; o < p.end; ++o) {
+      const S* scales = reinterpret_cast<const S*>(c.scales) + o * groups;
+      const int8_t* zeros = c.zeros ? reinterpret_cast<const int8_t*>(c.zeros) + o * groups : nullptr;
+      const int8_t* row = p.weight + o * c.w_o;
+      vf sum[M] = {};
+      for (int64_t g = 0; g < groups; ++g) {
+        const float zero = zeros ? zeros[g] : 0.f;  // subtracted here: a difference of two sums would lose digits
+        Sum part[M] = {};
+        for (int64_t k = g * c.group; k < (g + 1) * c.group; k += STEP) {
+          __builtin_prefetch(row + k + AHEAD, 0, 2);
+          typename F::Weight w(row + k);
+          w.first -= zero, w.second -= zero;
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) part[m] = F::add(part[m], x + k * M + m * STEP, w);
+        }
+        const float scale = to_float(scales[g]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sum[m] += (part[m].first + part[m].second) * scale;
+      }
+      for (int m = 0; m < M; ++m) from_float(total_of(sum[m]) + (bias ? to_float(bias[o]) : 0.f), p.out[m * c.O + o]);
+    }
+  }
+};
+
 // The same for a weight [O,K] that is contiguous along o: some columns k are added to sums [M,O] in a cache.
 template <class X, class W>
 class ColumnsProduct {
@@ -304,6 +354,11 @@ bool multiply_rows(const RowsCall& c) {
 
 inline bool multiply_rows(const RowsCall& c) {
   const bool half = c.kind == BFLOAT16;
+  if (c.group) {
+    if (!half) return multiply_groups<GroupsProduct<float, float>, float, int8_t>(c);
+    return c.scale_kind == BFLOAT16 ? multiply_groups<GroupsProduct<bf16, bf16>, bf16, int8_t>(c)
+                                    : multiply_groups<GroupsProduct<bf16, float>, bf16, int8_t>(c);
+  }
   if (c.weight_kind == INT8) return half ? multiply_rows<bf16, int8_t>(c) : multiply_rows<float, int8_t>(c);
   if (half) return multiply_rows<bf16, bf16>(c);
   return c.weight_kind == BFLOAT16 ? multiply_rows<float, bf16>(c) : multiply_rows<float, float>(c);
