@@ -187,8 +187,11 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the :func:`version` of a tensor, or of each of its plain tensors."""
-    return tuple(map(version, parts_of(tensor)))
+    """Return the :func:`version` of a tensor and, for a tensor subclass, of all tensors inside it.
+
+    A write to a tensor subclass may count only for the subclass (torchao's ``copy_``), or only for the inner tensor.
+    """
+    return (version(tensor), *(number for inner in _inner(tensor) for number in versions(inner)))
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -200,9 +203,15 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that store ``tensor`` on this rank. A plain tensor is returned itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
+    return [part for inner in _inner(tensor) for part in parts_of(inner)]
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors directly inside a tensor subclass; none for a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
     names, _ = tensor.__tensor_flatten__()
-    inner = (getattr(tensor, name) for name in names)
-    return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
+    return [inner for name in names if isinstance(inner := getattr(tensor, name), torch.Tensor)]
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:

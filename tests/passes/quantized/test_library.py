@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.codes import Code
-from tests.support.quantized import H, Int8, L, N, V, error, exact, optimized
+from tests.support.quantized import H, Int8, L, N, V, error, exact, inputs, optimized
 from tests.support.tiers import also
 from tests.support.usual import usual
 
@@ -60,6 +60,24 @@ def test_torchao(config, dtype):
     layer = nn.Sequential(linear(dtype))
     quantization.quantize_(layer, getattr(quantization, config.split()[0])(**given))
     absorbed(layer, layer[0].weight.dequantize(), rounds, dtype)
+
+
+@pytest.mark.singly
+def test_weights_loaded_into_torchaos_tensors_are_used():
+    """torchao's ``copy_`` counts as a write to the tensor subclass and not to the tensors inside."""
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
+    layer, other = nn.Sequential(linear()), nn.Sequential(linear())
+    other[0].weight.mul_(torch.randn(OUT, 1))
+    for each in (layer, other):
+        quantization.quantize_(each, config)
+    fast, first, _ = optimized(layer, dequantize="once")
+    assert {p.name: p.changes for p in fast.mla_report.passes}["dequantize"] == 2
+    layer.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        after = fast(*inputs())
+    assert not torch.equal(after, first)
+    assert error(after, exact(other[0].weight.dequantize())) < 0.02
 
 
 @pytest.mark.singly
