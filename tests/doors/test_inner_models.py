@@ -15,7 +15,7 @@ from tests.support import models
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
 
-STEPS = 4
+STEPS = 2
 
 
 class Prefixed(nn.Module):
@@ -187,7 +187,7 @@ def test_layers_are_no_models_of_their_own():
 @pytest.mark.parametrize("first", ["original", "optimized"])
 def test_what_transformers_records_is_recorded_once(first):
     """By hooks on the layers, which a copy shares with its original."""
-    model = models.build("deepseek_v2", num_hidden_layers=1, attn="eager")
+    model = models.build("minicpm3", num_hidden_layers=1, attn="eager")
     fast = mla_compile.optimize(model, codegen="eager")
     with torch.no_grad():
         for one in (model, fast, model) if first == "original" else (fast, model, fast):

@@ -84,19 +84,6 @@ def to_half(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
-EDITS = [
-    (attach_adapter, "always"),
-    (add_hook, "always"),
-    (add_pre_hook, "auto"),
-    (parametrize_weight, "always"),
-    (replace_forward_of_a_layer, "auto"),
-    (add_bias, "always"),
-    (replace_layer, "auto"),
-    (load_other_weights, "always"),
-    (swap_two_heads, "always"),
-    (to_double, "auto"),
-    (to_half, "always"),
-]
 TOGETHER = [
     ([add_hook, load_other_weights, swap_two_heads, add_bias, parametrize_weight], "always"),
     ([to_half], "always"),  # of larger numbers the rounding would be larger
@@ -124,9 +111,8 @@ def result(model: nn.Module) -> torch.Tensor:
         *TOGETHER,
         *also(
             "combination",
-            *(([edit], fold) for edit, fold in EDITS if edit is not to_half),
-            ([add_hook], "auto"),
-            ([load_other_weights], "auto"),
+            *(([edit], "always") for edit in (attach_adapter, parametrize_weight, swap_two_heads)),
+            *(([edit], "auto") for edit in (add_hook, load_other_weights, replace_layer)),
         ),
     ],
 )

@@ -14,13 +14,20 @@ import mla_compile.backend
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.runtime.beside import _Beside, rows_beside
 from mla_compile.runtime.latent import LatentTensor
-from tests.doors.test_own_buffers import ODD, Attention, Model, caches, fresh_session, inputs, same, session
+from tests.doors.test_own_buffers import ODD, START, Attention, Model, caches, fresh_session, inputs, same, session
 from tests.support.compiling import flops_of
 from tests.support.tiers import also
 
 PROMPTED = (4, 1, 1, 1)
 NO_ROWS = cast("LatentTensor", None)
 FELL_BACK = "the original graph runs in this call"
+
+
+@pytest.fixture
+def one_graph() -> Any:
+    """Positions are no constants of a graph from the first step on: a prompt and another graph take twice the time."""
+    with torch.compiler.config.patch(dynamic_sources="L['start']"):
+        yield
 
 
 @pytest.fixture
@@ -35,7 +42,7 @@ def compiled(model: torch.nn.Module, codegen: str = "eager", **options: Any) -> 
     return torch.compile(model, backend="mla", options={"codegen": codegen, "strict": True, **options})
 
 
-def silent(fast: Any, xs: list[Tensor], start: int = 0) -> list[Tensor]:
+def silent(fast: Any, xs: list[Tensor], start: int = START) -> list[Tensor]:
     """A session in which nothing is warned of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", MlaCompileWarning)
@@ -70,14 +77,20 @@ class Biased(Attention):
         self.up.bias = torch.nn.Parameter(torch.ones(self.up.out_features, dtype=ODD.dtype))
 
 
-@pytest.mark.parametrize("layer", [Attention, Indexed, Rescaled, Biased])
-@pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
-def test_steps_attend_to_rows_and_buffers_hold_what_they_held(layer, codegen, codes):
-    model = Model(layer, count=2)
+@pytest.mark.parametrize(
+    ("layer", "count", "steps", "codegen"),
+    [
+        (Attention, 2, PROMPTED, "eager"),
+        *((layer, 1, (4, 1), "eager") for layer in (Indexed, Rescaled, Biased)),
+        *also("inductor", *((layer, 1, (4, 1), "inductor") for layer in (Attention, Indexed))),
+    ],
+)
+def test_steps_attend_to_rows_and_buffers_hold_what_they_held(layer, count, steps, codegen, codes):
+    model = Model(layer, count)
     twin = copy.deepcopy(model)
     fast = compiled(model, codegen)
     for seed in (0, 1):  # the second sequence overwrites the first
-        same(silent(fast, inputs(seed, steps=PROMPTED)), session(twin, inputs(seed, steps=PROMPTED), 0))
+        same(silent(fast, inputs(seed, steps=steps), 0), session(twin, inputs(seed, steps=steps), 0))
         same(caches(model), caches(twin))
         assert all(type(cache) is Tensor for cache in caches(model))
     assert codes()[0] == {"cost_prefill"}
@@ -158,13 +171,17 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(
-    "change", [written, written_through_data, changed_weight, another_buffer, *also("combination", *OTHERS)]
+    ("change", "layer"),
+    [
+        *((change, Attention) for change in (written, written_through_data, changed_weight, another_buffer)),
+        *also("combination", *((change, Attention) for change in OTHERS)),
+        *also("combination", *((change, Indexed) for change in (written, other_weight, eager_step, one_emptied))),
+    ],
 )
-@pytest.mark.parametrize("layer", [Attention, *also("combination", Indexed)])
-def test_buffers_and_weights_that_change(change, layer, codes):
+def test_buffers_and_weights_that_change(change, layer, one_graph, codes):
     model = Model(layer)
     twin, fast = copy.deepcopy(model), compiled(model)
-    same(silent(fast, inputs(steps=PROMPTED)), session(twin, inputs(steps=PROMPTED), 0))
+    same(silent(fast, inputs(steps=(1, 1, 1))), session(twin, inputs(steps=(1, 1, 1))))
     with torch.no_grad():
         change(model)
         change(twin)
@@ -177,11 +194,20 @@ def test_buffers_and_weights_that_change(change, layer, codes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
         same(session(fast, inputs(3), 8), session(twin, inputs(3), 8))
-    for one in (model, twin):
-        for cache in caches(one):
-            cache.zero_()
+
+
+def test_beside_buffers_that_were_emptied_there_are_rows_again(codes):
+    model = Model()
+    twin, fast = copy.deepcopy(model), compiled(model)
+    silent(fast, inputs())
+    with torch.no_grad():
+        written(model)
+    with pytest.warns(MlaCompileWarning, match=f"{FELL_BACK}|expanded_cache"):
+        session(fast, inputs(2))
+    for cache in caches(model):
+        cache.zero_()
     torch._dynamo.reset()
-    same(silent(fast, inputs(4, steps=PROMPTED)), session(twin, inputs(4, steps=PROMPTED), 0))
+    same(silent(fast, inputs(4)), session(twin, inputs(4)))
     assert codes()[-1] == {"absorbed"}
 
 
@@ -194,7 +220,7 @@ def test_writes_that_nobody_counts_show_in_a_large_buffer():
         assert not state.describes(buffer)
 
 
-def test_a_call_that_fails_leaves_no_rows(codes):
+def test_a_call_that_fails_leaves_no_rows(one_graph, codes):
     class Failing(Model):
         fails = False
 
@@ -204,7 +230,7 @@ def test_a_call_that_fails_leaves_no_rows(codes):
 
     model = Failing()
     twin, fast = copy.deepcopy(model), compiled(model)
-    same(silent(fast, inputs(steps=(4, 1))), session(twin, inputs(steps=(4, 1)), 0))
+    same(silent(fast, inputs()), session(twin, inputs()))
     assert all(rows_beside(cache) is not None for cache in caches(model))
     model.fails = True
     with pytest.raises(ValueError, match="on purpose"):
@@ -235,7 +261,8 @@ def test_several_modules_in_one_graph(codes):
 
     model = Broken(count=2)
     twin, fast = copy.deepcopy(model), compiled(model)
-    same(silent(fast, inputs(steps=PROMPTED)), session(twin, inputs(steps=PROMPTED), 0))
+    for seed in (0, 1):
+        same(silent(fast, inputs(seed)), session(twin, inputs(seed)))
     assert codes()[-1] == {"absorbed"}
 
 
@@ -303,23 +330,26 @@ class Squashed(Attention):
 
 
 # The values of the last two are another buffer, beside which rows may be kept.
+ONE = ((1,), START)
+BOTH = ((4, 1), 0)
 REFUSED = [
-    (Overlapping, "a failure"), (Untracked, "expanded_cache"), (Squashed, "refused"),
-    (Filled, "expanded_cache"), (Shown, "expanded_cache"),
+    (Overlapping, "a failure", ONE), (Untracked, "expanded_cache", ONE), (Squashed, "refused", ONE),
+    (Filled, "expanded_cache", BOTH), (Shown, "expanded_cache", BOTH),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "told"), REFUSED)
-def test_buffers_beside_which_no_rows_are_kept(layer, told, codes):
+@pytest.mark.parametrize(("layer", "told", "calls"), REFUSED)
+def test_buffers_beside_which_no_rows_are_kept(layer, told, calls, codes):
     model = layer()
     twin = layer()
     weights = {name: value for name, value in model.state_dict().items() if "cache" not in name}
     twin.load_state_dict(weights, strict=False)
     fast = compiled(model, strict=False)
     with torch.inference_mode():
-        want = session(twin, inputs(steps=PROMPTED), 0)
+        steps, start = calls
+        want = session(twin, inputs(steps=steps), start)
         with pytest.warns(MlaCompileWarning, match=told):
-            got = session(fast, inputs(steps=PROMPTED), 0)
+            got = session(fast, inputs(steps=steps), start)
     for a, b in zip(got, want, strict=True):
         same(*([list(x) if isinstance(x, tuple) else [x] for x in (a, b)]))
     sites = [site for report in mla_compile.backend.reports() for site in report.sites]
