@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mla_compile import InputError, OptionError, WeightError, explain, optimize
-from tests.support.tiers import full
+from tests.support.tiers import also, full
 from tests.support.toy import Buffered, Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -110,13 +110,14 @@ def test_a_symbolic_number_of_queries_in_an_artifact_takes_one_form_and_says_so(
         report = fast.graph_module.meta["mla_report"]
         assert report.absorbed == absorbed
         assert any("one form" in message for message in report.messages) == (not absorbed)
+        run = fast.module()
         with torch.no_grad():
             for count in (2, 500):
                 inputs = decode_inputs(queries=count)
-                torch.testing.assert_close(fast.module()(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fold", ["auto", "always"])
+@pytest.mark.parametrize("fold", ["auto", *also("combination", "always")])  # the test above folds in a program
 def test_a_graph_module_is_optimized_into_another(fold: str) -> None:
     model = Toy().eval()
     gm = torch.export.export(model, decode_inputs()).module()

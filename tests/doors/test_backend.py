@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.backends import registry
 from torch._dynamo.exc import BackendCompilerFailed
 
 from mla_compile.backend import mla, reports
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.errors import OptionError
 from mla_compile.options import Options
+from tests.support.tiers import full
 from tests.support.toy import Toy, decode_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_is_found_by_name_without_importing_it(tmp_path: Path) -> None:
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder in which Python finds what it would find of the package if it were installed."""
     info = tmp_path / "mla_compile-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-compile\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[torch_dynamo_backends]\nmla = mla_compile.backend:mla\n")
+    return tmp_path
+
+
+def test_it_is_found_by_name_and_loaded_only_then(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's registry, of which a second one has not looked for backends yet."""
+    monkeypatch.syspath_prepend(installed)
+    spec = importlib.util.find_spec(registry.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    load, loaded = EntryPoint.load, []
+    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded.append(self.value) or load(self))
+    assert "mla" in fresh.list_backends()
+    assert loaded == []
+    assert fresh.lookup_backend("mla") is mla
+    assert loaded == ["mla_compile.backend:mla"]
+
+
+@full("command")  # a process that has nothing of ours yet
+def test_it_is_found_by_name_without_importing_it(installed: Path) -> None:
     script = (
         "import sys\n"
         "from torch._dynamo.backends import registry\n"
@@ -32,7 +59,7 @@ def test_it_is_found_by_name_without_importing_it(tmp_path: Path) -> None:
         "assert 'mla_compile' not in sys.modules\n"
         "print(registry.lookup_backend('mla') is sys.modules['mla_compile.backend'].mla)\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"

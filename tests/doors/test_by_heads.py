@@ -53,8 +53,8 @@ def test_the_backend_takes_the_option():
 def test_sizes_beyond_the_limit_are_compiled_once_more():
     """The limit is a guard: graphs of symbolic sizes are for calls on one side of it."""
     torch._dynamo.reset()
-    module = Merged(core="matmul").eval()
-    limit = 8 * 2 * 3 * (9 * 10 + 9 * 10 + 9 * 5 + 2 * 9 * 9 + 9 * 5)  # what nine queries of nine keys make
+    module = Merged(core="matmul", H=2).eval()
+    limit = 8 * 2 * 2 * (9 * 10 + 9 * 10 + 9 * 5 + 2 * 9 * 9 + 9 * 5)  # what nine queries of nine keys make
     before = len(backend.reports())
     options = {"expanded_bytes": limit, "codegen": "eager", "forms": "expanded"}
     compiled = torch.compile(module, backend="mla", dynamic=True, options=options)

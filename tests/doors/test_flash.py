@@ -48,14 +48,14 @@ def with_flash(family: str, **fields: Any) -> Any:
 
 @full("family")  # the zoo has modules that call these functions
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize(("family", "layers"), [("minicpm3", 1), ("minicpm3", 2), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(("family", "layers"), [("minicpm3", 1), ("deepseek_v3", 2)])
 def test_decoding_is_absorbed(family: str, layers: int) -> None:
     """V is padded to the width of K and the result cut, as FlashAttention 2 asks for."""
     model, inputs = with_flash(family, num_hidden_layers=layers), prompt(length=9, pad=0)
     with torch.no_grad():
-        tokens, logits = greedy(model, inputs, 5)
+        tokens, logits = greedy(model, inputs, 3)
         fast = mla_compile.optimize(model, codegen="eager", strict=True)
-        got_tokens, got = greedy(fast, inputs, 5)
+        got_tokens, got = greedy(fast, inputs, 3)
     assert torch.equal(got_tokens, tokens)
     torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
     assert {site.code for site in fast.mla_report.sites} == {Code.COST_PREFILL, Code.ABSORBED}
@@ -83,7 +83,7 @@ def test_padding_is_refused_because_transformers_breaks_the_graph() -> None:
 @pytest.mark.parametrize(("family", "attn"), [("deepseek_v3", "eager"), ("minicpm3", "sdpa")])
 def test_asking_for_the_weights(family: str, attn: str) -> None:
     """sdpa has none and says so once, which broke the graph. Eager attention returns them, and is absorbed."""
-    model = build(family, attn=attn)
+    model = build(family, attn=attn, num_hidden_layers=1)
     fast = mla_compile.optimize(model, codegen="eager")
     ids = prompt(length=9, pad=0)["input_ids"]
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_asking_for_the_weights(family: str, attn: str) -> None:
             results.append(one(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, output_attentions=True))
     want, got = results
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
-    assert len(got.attentions) == len(want.attentions) == (2 if attn == "eager" else 0)
+    assert len(got.attentions) == len(want.attentions) == (1 if attn == "eager" else 0)
     for a, b in zip(got.attentions, want.attentions, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert {site.code for site in fast.mla_report.sites} == {Code.COST_PREFILL, Code.ABSORBED}

@@ -22,11 +22,11 @@ from tests.support.families import FAMILIES, build, run
 from tests.support.releases import BEFORE_2_13
 from tests.support.tiers import also, full
 
-# What the analysis meets: biases by distance, keys of one head, scores of distances.
-CHOSEN = ("bloom", "falcon", "deberta_v2")
+# What the analysis meets: biases by distance, scores of distances.
+CHOSEN = ("bloom", "deberta_v2")
 # With these every kind once; the others run with MLA_COMPILE_ALL_FAMILIES=1.
 KINDS = (
-    "llama", "gpt2", "gpt_bigcode", "qwen3", "gemma2", "gpt_oss", "mixtral", "recurrent_gemma", "t5", "bert", "xlnet",
+    "llama", "gpt2", "falcon", "qwen3", "gemma2", "gpt_oss", "mixtral", "recurrent_gemma", "t5", "bert", "xlnet",
     "wav2vec2", "segformer", "whisper", "canine", "mamba",
 )  # fmt: skip
 # An older Dynamo breaks their graphs in front of the second attention of a decoder: the encoder's states, which that
@@ -149,7 +149,7 @@ def test_inductor_compiles_as_many_graphs_to_the_same_numbers(name):
     for compiler in ("inductor", backend.mla):
         torch._dynamo.reset()
         counters.clear()
-        results.append(run(name, torch.compile(build(name), backend=compiler), steps=3))
+        results.append(run(name, torch.compile(build(name), backend=compiler), steps=1))
         counts.append(Counter(counters["stats"]) + Counter(breaks=sum(counters["graph_break"].values())))
     assert counts[0] == counts[1]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -218,7 +218,8 @@ class Static(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", ["one", "masked", *also("combination", "of layers", "pairs")])
+# test_layers_of_one_buffer.py has layers of one buffer by default.
+@pytest.mark.parametrize("how", ["masked", *also("combination", "one", "of layers", "pairs")])
 def test_masked_writes_and_buffers_of_several_become_rows(how: str):
     assert Code.ABSORBED in {site.code for site in run_static(how)}
 

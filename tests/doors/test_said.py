@@ -82,11 +82,10 @@ class Broken(Plain):
 @torch.no_grad()
 def test_graphs_behind_a_break_are_of_the_same_model(door):
     """Their weights are others. A second model is told for itself."""
-    layers = [torch.nn.Sequential(*(Broken(32, 3 * 4 * 8) for _ in range(3))) for _ in range(2)]
-    for model in layers:
+    for sizes in ((5, 6), (5,)):
         torch._dynamo.reset()  # which would take the code of an equal model
-        fast = door(model.eval())
-        (message,) = said(lambda fast=fast: [fast(torch.randn(1, tokens, 32)) for tokens in (5, 6)])
+        fast = door(torch.nn.Sequential(*(Broken(32, 3 * 4 * 8) for _ in range(2))).eval())
+        (message,) = said(lambda fast=fast, sizes=sizes: [fast(torch.randn(1, tokens, 32)) for tokens in sizes])
         assert message.startswith("nothing was absorbed: this is MHA")
 
 

@@ -74,7 +74,7 @@ def unfused(fast: torch.nn.Module) -> list:
             ((SLIDING,), 2, 12),
             ((SPARSE,), 1, 40),
             ((HEAVY,), 3, 40),
-            ((SLIDING, SPARSE, HEAVY), 3, 300),
+            ((SLIDING, SPARSE, HEAVY), 3, 120),
         )
     ],
 )
@@ -93,6 +93,7 @@ def test_steps_of_every_kind_of_layer(layers: tuple[str, ...], batch: int, count
         assert any("a list of keys" in note for s in fast.mla_report.sites for note in s.notes)
 
 
+@pytest.mark.full("family")  # by default, dynamo/test_settling.py counts the graphs of what fills and drains
 def test_a_second_cache_compiles_nothing() -> None:
     """Windows and compressed rows as DeepSeek-V4 has them, without the rest of the model."""
     torch.compiler.reset()
@@ -113,9 +114,9 @@ def test_a_second_cache_compiles_nothing() -> None:
 @pytest.mark.full("family")
 def test_a_second_generation_compiles_nothing() -> None:
     torch.compiler.reset()
-    model = tiny(SLIDING, SPARSE, HEAVY)
+    model = tiny(SPARSE, HEAVY)
     fast = mla_compile.optimize(model, codegen="eager", strict=True)
-    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found = []
     for seed in range(2):
         prompt = torch.randint(3, 67, (2, 21), generator=torch.Generator().manual_seed(seed))
@@ -124,21 +125,19 @@ def test_a_second_generation_compiles_nothing() -> None:
     assert found[0] == found[1]
 
 
-@full("draws")  # by default, a second generation and a second cache compile nothing
+@full("draws")
 @pytest.mark.parametrize(
     ("layers", "batch", "prompt", "last", "most", "count", "window"),
     [
         ((SPARSE,), 1, 19, 18, 3, 60, 16),
         ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 270, 128),
-        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 1130, 128),
-        ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 1130, 128),
-        ((SPARSE,), 1, 131, 130, 3, 1130, 128),
+        ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 400, 128),
         # The prompt, steps that make a row for 128 tokens, and all others.
-        ((HEAVY,), 4, 131, 130, 3, 1130, 128),
+        ((HEAVY,), 4, 131, 130, 3, 400, 128),
         # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come at
         # each 128th. So a full window and such a row first meet at the 256th.
         ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7, 1130, 128),
-        ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7, 1130, 128),
+        ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7, 400, 128),
     ],
 )
 def test_many_tokens_settle(
@@ -214,11 +213,11 @@ class Saved(NamedTuple):
 
 
 SAVED = {
-    "eager": Saved((SLIDING, SPARSE, HEAVY), "eager", ((1, 21, 40), (1, 12, 30)), ((1, 17, 60), (1, 30, 40))),
+    "eager": Saved((SLIDING, HEAVY), "eager", ((1, 21, 40), (1, 12, 30)), ((1, 17, 60), (1, 30, 40))),
     "inductor": Saved((SPARSE,), "inductor", ((1, 21, 40), (1, 12, 30)), ((1, 17, 60), (1, 30, 40))),
     # One sequence and several, each for prompts of two lengths: after the second all are symbolic.
     "batches": Saved(
-        (SPARSE, HEAVY),
+        (SPARSE,),
         "eager",
         ((1, 21, 20), (3, 21, 20), (1, 17, 20), (3, 17, 20)),
         ((1, 17, 60), (3, 17, 60), (4, 30, 40)),
@@ -252,7 +251,7 @@ def load_code(path: str, name: str) -> None:
 @pytest.mark.full("inductor")
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_code_runs_in_another_process_with_other_weights(tmp_path: Path, name: str) -> None:
-    """All kinds of layers; with Inductor, which takes long, one that has a cache of each kind."""
+    """Each kind of layer; with Inductor, which takes long, the one that has a cache of each kind."""
     for do in ("save_code", "load_code"):
         call = f"{do}({str(tmp_path / 'code')!r}, {name!r})"
         code = f"from tests.doors import test_shared_row_families as here; here.{call}"
@@ -269,11 +268,11 @@ def test_a_cache_that_drains_is_not_saved_by_a_few_tokens(tmp_path: Path) -> Non
 @pytest.mark.full("family")
 def test_prompts_in_chunks_of_which_windows_and_lists_show_few_keys() -> None:
     torch.compiler.reset()
-    model = tiny(SLIDING, SPARSE, HEAVY)
+    model = tiny(SPARSE, HEAVY)
     fast = mla_compile.optimize(model, codegen="eager", strict=True)
     own, held = (DynamicCache(config=model.config) for _ in range(2))
     random = torch.Generator().manual_seed(4)
-    for count in (90, 23, 1, 37, 2, 1):
+    for count in (50, 23, 1, 2):
         tokens = torch.randint(1, 67, (2, count), generator=random)
         with torch.no_grad():
             want, got = (f(tokens, cache=c, use_cache=True).logits for f, c in ((model, own), (fast, held)))

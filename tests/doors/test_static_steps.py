@@ -15,7 +15,7 @@ from tests.support.programs import OP
 from tests.support.recording import WAITS
 from tests.support.tiers import also
 
-ROOM, PROMPT, STEPS = 40, 6, 12
+ROOM, PROMPT, STEPS = 40, 6, 4
 
 
 @pytest.fixture
@@ -50,12 +50,13 @@ def test_one_graph_with_lengths_for_every_step(family: str, padded: bool, graphs
                 padding = torch.ones(2, ROOM, dtype=torch.long)
                 padding[:, : PROMPT + STEPS] = given["attention_mask"]
                 mask = {"attention_mask": padding} if padded else {}
-                logits.append(call(given["input_ids"][:, place], past_key_values=cache, **mask).logits[:, -1])
+                one = call if place.start else model  # the prompt is the original's
+                logits.append(one(given["input_ids"][:, place], past_key_values=cache, **mask).logits[:, -1])
                 compiled.append(len(graphs))
                 addresses.append([t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)])
             results.append(torch.stack(logits))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-    assert compiled[1] == compiled[-1], "a later step was compiled anew"
+    assert compiled == [0, *[1] * STEPS], "a later step was compiled anew"
     assert all(at == addresses[0] for at in addresses), "the cache is not written in place"
     step = graphs[-1]
     ops = [n for n in step.nodes if str(n.target) == OP]

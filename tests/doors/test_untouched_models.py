@@ -17,7 +17,7 @@ _BASE = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
@@ -27,7 +27,7 @@ _BASE = {
 _GPT2 = {
     "vocab_size": 97,
     "n_embd": 48,
-    "n_layer": 2,
+    "n_layer": 1,
     "n_head": 4,
     "n_positions": 128,
     "bos_token_id": 1,
@@ -59,7 +59,7 @@ def build(name, attention):
 
 
 def prefill_and_decode(run, ids):
-    """Logits of six tokens at once and of three more, one by one."""
+    """Logits of six tokens at once and of two more, one by one."""
     out = run(ids[:, :6], use_cache=True)
     logits = [out.logits]
     for t in range(6, ids.shape[1]):
@@ -75,7 +75,7 @@ def prefill_and_decode(run, ids):
 )
 def test_outputs_are_the_original_ones(name, attention):
     model = build(name, attention)
-    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(1))
     backend._recent.clear()
     compiled = torch.compile(model, backend=backend.mla, options={"codegen": "eager"})
     with torch.no_grad(), warnings.catch_warnings():
@@ -84,26 +84,18 @@ def test_outputs_are_the_original_ones(name, attention):
     for got, want in zip(logits, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     sites = [site for report in backend.reports() for site in report.sites]
-    assert len(sites) >= 4
+    assert len(sites) >= 2
     assert {site.code for site in sites} == {Code.NOT_MLA}, [(site.code, site.reason, site.blame) for site in sites]
 
 
 @pytest.mark.parametrize("name", ["gpt2", *also("family", "llama", "opt")])
-def test_without_a_cache(name):
+def test_without_a_cache_nothing_is_absorbed_and_the_user_is_told(name):
     """K and V are then images of the hidden state, which is no latent: the queries are made of it as well."""
     model = build(name, "sdpa")
     ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
     backend._recent.clear()
     compiled = torch.compile(model, backend=backend.mla, options={"codegen": "eager", "forms": "absorbed"})
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nothing was absorbed", MlaCompileWarning)
+    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="nothing was absorbed"):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
     codes = {site.code for report in backend.reports() for site in report.sites}
     assert codes == {Code.NOT_MLA}
-
-
-def test_the_user_is_told_that_nothing_was_absorbed():
-    model = build("llama", "sdpa")
-    compiled = torch.compile(model, backend=backend.mla, options={"codegen": "eager"})
-    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="nothing was absorbed"):
-        compiled(torch.tensor([[5, 6, 7]]), use_cache=False)

@@ -32,7 +32,7 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layers = nn.Embedding(WORDS, D), nn.ModuleList(Attention() for _ in range(2))
+        self.words, self.layers = nn.Embedding(WORDS, D), nn.ModuleList([Attention()])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
-        self.layers, self.crosses = (nn.ModuleList(Attention() for _ in range(2)) for _ in range(2))
+        self.layers, self.crosses = nn.ModuleList([Attention()]), nn.ModuleList([Attention()])
 
     def forward(self, ids: Tensor, memory: Tensor, past: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         x, kept = self.words(ids), []
@@ -77,16 +77,16 @@ def test_an_encoder_and_a_decoder_are_told_apart() -> None:
     torch.manual_seed(0)
     model, ids = EncoderDecoder().eval(), torch.randint(WORDS, (2, 40))
     fast = mla_compile.optimize(model, codegen="eager")
-    assert torch.equal(fast.generate(ids, 6), model.generate(ids, 6))
+    assert torch.equal(fast.generate(ids, 4), model.generate(ids, 4))
     report = fast.mla_report
     absorbed = {site.where.module for site in report.sites if site.verdict == "absorbed"}
-    assert absorbed == {f"decoder.{kind}.{i}" for kind in ("layers", "crosses") for i in range(2)}
-    assert "of 6 attentions" in report.summary()
-    assert f"the cache holds {2 * L} -> {2 * L} values per token" in report.summary()
+    assert absorbed == {"decoder.layers.0", "decoder.crosses.0"}
+    assert "of 3 attentions" in report.summary()
+    assert f"the cache holds {L} -> {L} values per token" in report.summary()
 
 
 TEXT = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 20,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "max_position_embeddings": 128,
@@ -140,7 +140,7 @@ def test_image_text_models_of_transformers_read_text(name: str) -> None:
     tokens, products = [], []
     for one in (model, fast, fast):
         with torch.profiler.profile(with_flops=True) as profile:
-            tokens.append(one.generate(ids, max_new_tokens=5, do_sample=False).tolist())
+            tokens.append(one.generate(ids, max_new_tokens=3, do_sample=False).tolist())
         kinds = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
         products.append(sum(event.flops for event in profile.key_averages() if event.key in kinds))
     assert tokens[0] == tokens[1] == tokens[2]
