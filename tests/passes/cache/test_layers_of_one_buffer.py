@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,15 +29,18 @@ class Layered(nn.Module):
         super().__init__()
         self.put, self.layers = put, Model(style, layers).layers
 
+    def made(self, layer, x, at):
+        """The queries, which are not rotated, as nothing here depends on them; K and V."""
+        b, s, _ = x.shape
+        c, k_rope = layer.down(x).split([layer.norm.normalized_shape[0], R], -1)
+        k_nope, v = layer.up(layer.norm(c)).view(b, s, H, N + V).transpose(1, 2).split([N, V], -1)
+        k = layer.joined(k_nope, rotated(k_rope.view(b, 1, s, R), at.to(x.dtype)))
+        return layer.q(x).view(b, s, H, WIDE).transpose(1, 2), k, v
+
     def forward(self, x, cache, at):
         keep = torch.arange(CAPACITY) <= at[:, None]
         for number, layer in enumerate(self.layers):
-            b, s, _ = x.shape
-            c, k_rope = layer.down(x).split([layer.norm.normalized_shape[0], R], -1)
-            k_nope, v = layer.up(layer.norm(c)).view(b, s, H, N + V).transpose(1, 2).split([N, V], -1)
-            k = layer.joined(k_nope, rotated(k_rope.view(b, 1, s, R), at.to(x.dtype)))
-            q = layer.q(x).view(b, s, H, WIDE).transpose(1, 2)
-            q = torch.cat([q[..., :N], rotated(q[..., N:], at.to(x.dtype))], -1)
+            q, k, v = self.made(layer, x, at)
             cache, k, v = self.put(cache, number, k, v, at)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
             x = x + layer.o(y.transpose(1, 2).flatten(2))
@@ -113,44 +118,45 @@ def latent(module, start=0, count=1, **options):
     x, at = tokens(start, count)
     given = x, buffers(module.put, len(module.layers)), at
     exported = torch.export.export(module.double().eval(), given, strict=False)
-    return mla_compile.optimize(exported, cache="latent", forms="absorbed", **options)
+    # What is wrong would be taken back if it were verified, and the numbers are compared by each test.
+    return mla_compile.optimize(exported, cache="latent", forms="absorbed", verify=False, **options)
 
 
 @pytest.mark.parametrize(
     "put",
     [
         assigned,
-        of_both_in_slices,
-        *also("combination", copied_into, scattered, of_a_mask, of_both, layers_second, stacked_halves),
+        *also("combination", copied_into, scattered, of_a_mask, of_both, of_both_in_slices, layers_second,
+              stacked_halves),
     ],
-)
+)  # fmt: skip
 def test_the_layers_become_rows(put):
     _become_rows(Layered(put), L + R)
 
 
-@pytest.mark.parametrize("put", [assigned, *also("combination", *BOTH)])
+@pytest.mark.parametrize("put", [of_both_in_slices, *also("combination", assigned, of_both, stacked_halves)])
 def test_layers_with_a_bias(put):
-    _become_rows(Layered(put, style="bias"), L + 1 + R)
+    _become_rows(Layered(put, FEW, style="bias"), L + 1 + R)
 
 
 def _become_rows(module, kept):
-    put = module.put
+    put, layers = module.put, len(module.layers)
     program = latent(module)
     change = program.graph_module.meta["mla_cache"]
     values = [2 * H * WIDE] if put in BOTH else [H * WIDE, H * V]
     assert [(t.values, t.kept) for t in change.inputs] == [
-        (LAYERS * n, 0 if k else LAYERS * kept) for k, n in enumerate(values)
+        (layers * n, 0 if k else layers * kept) for k, n in enumerate(values)
     ]
-    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * LAYERS
-    mine, theirs = buffers(put), program.example_inputs[0][1]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * layers
+    run, mine, theirs = program.module(), buffers(put, layers), program.example_inputs[0][1]
     for start in (0, 1, 5):
         x, at = tokens(start, 1)
-        expected, got = module(x, mine, at), program.module()(x, theirs, at)
+        expected, got = module(x, mine, at), run(x, theirs, at)
         if isinstance(expected, tuple):
             (expected, *mine), (got, *theirs) = expected, got
         assert (got - expected).abs().max() < EXACT
     held = sum(t.numel() for t in pytree.tree_leaves(theirs))
-    assert held == LAYERS * B * CAPACITY * kept
+    assert held == layers * B * CAPACITY * kept
     rows, error = mla_compile.migrate_cache(program, mine)
     assert error < 1e-13
     for a, b in zip(pytree.tree_leaves(rows), pytree.tree_leaves(theirs), strict=True):
@@ -172,16 +178,14 @@ def with_latents_of(module, width):
     return module
 
 
-@pytest.mark.parametrize(
-    "module", [Layered(backwards, FEW), with_latents_of(Layered(assigned, FEW), L - 1)], ids=["order", "widths"]
-)
-def test_the_order_of_the_layers_and_their_widths_are_free(module):
+def test_the_order_of_the_layers_and_their_widths_are_free():
+    module = with_latents_of(Layered(backwards, FEW), L - 1)
     program = latent(module)
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * FEW
-    mine, theirs = buffers(module.put, FEW), program.example_inputs[0][1]
+    run, mine, theirs = program.module(), buffers(module.put, FEW), program.example_inputs[0][1]
     for start in (0, 1):
         x, at = tokens(start, 1)
-        assert (program.module()(x, theirs, at) - module(x, mine, at)).abs().max() < EXACT
+        assert (run(x, theirs, at) - module(x, mine, at)).abs().max() < EXACT
 
 
 def others_of_the_last_call(cache, layer, k, v, at):
@@ -239,18 +243,35 @@ CODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("put", MISSES)
-def test_others_stay(put):
-    module = Layered(put, FEW)
-    with pytest.warns(mla_compile.MlaCompileWarning):
-        program = latent(module)
-    assert "mla_cache" not in program.graph_module.meta
-    codes = {s.code for s in program.graph_module.meta["mla_report"].sites}
-    assert codes == CODES.get(put, {"expanded_cache"})
+class Misses(Layered):
+    """Buffers for each of ``MISSES``, all of the same K and V: those of each layer are made of x itself."""
+
+    def __init__(self):
+        super().__init__(None, FEW)
+
+    def forward(self, x, caches, at):
+        keep, results = torch.arange(CAPACITY) <= at[:, None], []
+        made = [self.made(layer, x, at) for layer in self.layers]
+        for put, cache in zip(MISSES, caches, strict=True):
+            for number, (q, k, v) in enumerate(made):
+                _, keys, values = put(cache, number, k, v, at)
+                results.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=keep))
+        return results
+
+
+def test_others_stay():
+    module = Misses().double().eval()
     x, at = tokens(0, 1)
-    given = [seeded(*b.shape) for b in buffers(put, FEW)]
-    expected = module(x, [g.clone() for g in given], at)
-    torch.testing.assert_close(program.module()(x, [g.clone() for g in given], at), expected)
+    given = [[seeded(*b.shape) for b in buffers(put, FEW)] for put in MISSES]
+    exported = torch.export.export(module, (x, given, at), strict=False)
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    assert "mla_cache" not in program.graph_module.meta
+    codes = [s.code for s in program.graph_module.meta["mla_report"].sites]
+    for number, put in enumerate(MISSES):
+        assert {*codes[FEW * number : FEW * (number + 1)]} == CODES.get(put, {"expanded_cache"}), put.__name__
+    expected, got = (call(x, copy.deepcopy(given), at) for call in (module, program.module()))
+    torch.testing.assert_close(got, expected)
 
 
 def test_layers_that_are_not_written_stay():

@@ -1,4 +1,4 @@
-"""What others do with a cache of rows, and how the optimized model goes on from there.
+"""A cache of rows, what others do with it, and how the optimized model goes on from there.
 
 The tests share one optimized model and what is compiled for it; each fills caches of its own.
 """
@@ -13,7 +13,7 @@ import torch
 
 from mla_compile.errors import MlaCompileWarning, StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
-from tests.passes.cache.test_models import EXACT, compare, compiled, stored, tensors
+from tests.passes.cache.test_models import EXACT, compare, compiled, holds_rows, stored, tensors
 from tests.support.latent_modules import B, D, L, Model, R
 from tests.support.programs import seeded
 from tests.support.tiers import also
@@ -39,6 +39,13 @@ def pair():
 @pytest.fixture
 def filled(pair):
     return *pair, *compare(*pair, calls=(4, 1))
+
+
+def test_the_cache_holds_rows_and_the_numbers_stay_whatever_the_number_of_tokens_in_a_call(pair):
+    holds_rows(*pair, calls=(4, 1, 1, 2, 60, 1))  # the largest number is expanded
+    _, fast = pair
+    assert fast.mla_report.absorbed >= 2
+    assert fast.mla_report.sites[-1].code == "absorbed"  # of several tokens: no other test compiles for these
 
 
 def go_on(model, fast, mine, theirs, start=5):

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 import mla_compile
 from tests.passes.cache.test_buffers import CAPACITY, EXACT, Static, _no_grad, tokens
-from tests.support.latent_modules import B, H, L, N, R, V, rotated
+from tests.support.latent_modules import B, H, L, N, R, V
 from tests.support.programs import seeded
 from tests.support.tiers import also
 
@@ -26,13 +26,10 @@ class Stacked(Static):
         self.write_both, self.axis = write, axis
 
     def forward(self, x, kv, at):
-        q = self.layer.q(x).view(*x.shape[:2], H, WIDE).transpose(1, 2)
-        q = torch.cat([q[..., :N], rotated(q[..., N:], at.to(x.dtype))], -1)
         k, v = self.made(x, at)
         kv = self.write_both(kv, k, F.pad(v, (0, WIDE - V)), at, self.axis)
         k, v = kv.select(self.axis, 0), kv.select(self.axis, 1)[..., :V]
-        keep = torch.arange(CAPACITY) <= at[:, None]
-        y = self.layer.o(F.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2))
+        y = self.attended(self.queries(x), k, v, at)
         return y if "In place" in (self.write_both.__doc__ or "") else (y, kv)
 
 
@@ -43,7 +40,8 @@ def buffer(axis=0):
 def latent(module, start=0, count=1):
     x, at = tokens(start, count)
     exported = torch.export.export(module.double().eval(), (x, buffer(module.axis), at), strict=False)
-    return mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    # What is wrong would be taken back if it were verified, and the numbers are compared by each test.
+    return mla_compile.optimize(exported, cache="latent", forms="absorbed", verify=False)
 
 
 def at_positions(kv, k, v, at, axis):
@@ -81,9 +79,16 @@ def of_a_mask(kv, k, v, at, axis):
 @pytest.mark.parametrize(
     ("write", "axis"),
     [
-        (at_positions, 0),
         (at_once, 0),
-        *also("combination", (at_positions, 2), (at_once, 1), (of_a_mask, 0), (by_assignment, 0), (into_the_half, 0)),
+        *also(
+            "combination",
+            (at_positions, 0),
+            (at_positions, 2),
+            (at_once, 1),
+            (of_a_mask, 0),
+            (by_assignment, 0),
+            (into_the_half, 0),
+        ),
     ],
 )
 def test_a_buffer_of_both_becomes_rows(write, axis):
@@ -100,10 +105,10 @@ def _becomes_rows(module, kept):
     change = program.graph_module.meta["mla_cache"]
     assert [(t.name, t.values, t.kept) for t in change.inputs] == [("kv", 2 * H * WIDE, kept)]
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
-    mine, theirs = buffer(axis), program.example_inputs[0][1]
+    run, mine, theirs = program.module(), buffer(axis), program.example_inputs[0][1]
     for start in (0, 1, 5):
         x, at = tokens(start, 1)
-        expected, got = module(x, mine, at), program.module()(x, theirs, at)
+        expected, got = module(x, mine, at), run(x, theirs, at)
         if isinstance(expected, tuple):
             (expected, mine), (got, theirs) = expected, got
         assert (got - expected).abs().max() < EXACT
@@ -148,22 +153,40 @@ def along_the_stack(kv, k, v, at, axis):
     return kv.index_copy(axis, at.new_tensor([1, 0]), torch.stack([k, v], axis).expand_as(kv))
 
 
+OTHERS = [
+    at_other_positions, keys_alone, each_into_the_other, keys_of_what_was_written, read_between, along_the_stack,
+]  # fmt: skip
+
+
+class Others(Static):
+    """A buffer for each of ``OTHERS``, all of the same K and V."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x, held, at):
+        q, (k, v), results = self.queries(x), self.made(x, at), []
+        for write, kv in zip(OTHERS, held, strict=True):
+            new = write(kv, k, F.pad(v, (0, WIDE - V)), at, self.axis)
+            keys, values = new.select(self.axis, 0), new.select(self.axis, 1)[..., :V]
+            results.append((self.attended(q, keys, values, at), new))
+        return results
+
+
 @pytest.mark.parametrize("axis", [0, *also("combination", 1)])
-@pytest.mark.parametrize(
-    "write",
-    [at_other_positions, keys_alone, each_into_the_other, keys_of_what_was_written, read_between, along_the_stack],
-)
-def test_other_buffers_of_both_stay(write, axis):
-    module = Stacked(write, axis)
-    with pytest.warns(mla_compile.MlaCompileWarning):
-        program = latent(module)
-    assert "mla_cache" not in program.graph_module.meta
-    (site,) = program.graph_module.meta["mla_report"].sites
-    assert site.code == "expanded_cache"
+def test_other_buffers_of_both_stay(axis):
+    module = Others(axis).double().eval()
     x, at = tokens(0, 1)
-    given = seeded(*buffer(axis).shape)
-    for expected, got in zip(module(x, given.clone(), at), program.module()(x, given.clone(), at), strict=True):
-        torch.testing.assert_close(got, expected)
+    given = [seeded(*buffer(axis).shape) for _ in OTHERS]
+    exported = torch.export.export(module, (x, given, at), strict=False)
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    assert "mla_cache" not in program.graph_module.meta
+    assert [site.code for site in program.graph_module.meta["mla_report"].sites] == ["expanded_cache"] * len(OTHERS)
+    expected, got = (call(x, [kv.clone() for kv in given], at) for call in (module, program.module()))
+    for write, one, other in zip(OTHERS, expected, got, strict=True):
+        torch.testing.assert_close(other, one, msg=lambda m, w=write: f"{w.__name__}: {m}")
 
 
 def test_two_of_three_parts_are_not_the_buffer():

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import mla_compile
 from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, steps_are_equal, tokens
 from tests.support.latent_modules import B, D, H, L, N, R
 from tests.support.programs import seeded
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 __all__ = ["_no_grad"]
 pytestmark = pytest.mark.thorough
@@ -51,6 +52,10 @@ def scattered_by_sequence(buffer, new, at):
     """Each sequence has a position of its own."""
     at = at + 2 * torch.arange(new.shape[0])[:, None]
     return buffer.scatter(2, at[:, None, :, None].expand_as(new), new)
+
+
+def copied(buffer, new, at):
+    return buffer.index_copy(2, at, new)
 
 
 def multiplied(buffer, new, at):
@@ -170,46 +175,96 @@ def two_at_once(buffer, new, at):
     return buffer.index_copy(2, torch.cat([at, at[:1] - 1]), torch.cat([new, new[:, :, :1]], 2))
 
 
-ONE = [
-    multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence,
-    a_number_beside_a_mask, fused,
-]  # fmt: skip
-SEVERAL = [
-    scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
-    emptied_and_added, around_the_end, the_last_of_them, one_by_one,
-    joined, joined_and_cut, rolled, moved_up, two_at_once,
-]  # fmt: skip
+class SideBySide(Static):
+    """A pair of buffers for each of ``writes``, all of the same new K and V: one program shows each way to write."""
+
+    def __init__(self, writes, in_place=False, style="plain"):
+        super().__init__(in_place=in_place, style=style)
+        self.writes = writes
+
+    def put(self, write, buffer, new, at):
+        return write(buffer, new, at)
+
+    def forward(self, x, caches, at):
+        q, new, results = self.queries(x), self.made(x, at), []
+        for write, cache in zip(self.writes, caches, strict=True):
+            made = tuple(self.put(write, *of, at) for of in zip(cache, new, strict=True))
+            held = tuple(b.copy_(m) for b, m in zip(cache, made, strict=True)) if self.in_place else made
+            y = self.attended(q, *held, at)
+            results.append(y if self.in_place else (y, held))
+        return results if self.in_place else tuple(map(list, zip(*results, strict=True)))
+
+
+def side_by_side(module, count, **options):
+    """The optimized program, its runner, and the rows it starts with."""
+    x, at = tokens(2, count)
+    caches = [buffers() for _ in module.writes]
+    exported = torch.export.export(module.double().eval(), (x, caches, at), strict=False)
+    # What is wrong would be taken back if it were verified, and the numbers are compared by each test.
+    program = mla_compile.optimize(exported, cache="latent", forms="absorbed", verify=False, **options)
+    return program, program.module(), program.example_inputs[0][1]
+
+
+def sites_that_stay(module):
+    """The attentions of a program whose caches and numbers stay exactly what they are."""
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program, run, _ = side_by_side(module, 1)
+    assert "mla_cache" not in program.graph_module.meta
+    x, at = tokens(1, 1)
+    expected, got = (call(x, [buffers() for _ in module.writes], at) for call in (module, run))
+    for write, y, held, y_got, held_got in zip(module.writes, *expected, *got, strict=True):
+        pairs = zip((y, *held), (y_got, *held_got), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), write.__name__
+    return program.graph_module.meta["mla_report"].sites
+
+
+MASKS = [multiplied, chosen, between, moved_towards, emptied_first, fused]
+FACTORS = [a_part, faded, added, of_each_sequence, a_number_beside_a_mask]
+POSITIONS = [scattered, scattered_by_copies, scattered_by_sequence, one_by_one, two_at_once, around_the_end]
+SUMS = [mixed, mixed_by_a_product, index_added, accumulated, emptied_and_added]
+WINDOWS = [joined, joined_and_cut, rolled, moved_up, the_last_of_them]
+WAYS = [(MASKS, 1), (FACTORS, 1), (POSITIONS, 3), (SUMS, 3), (WINDOWS, 3)]
+"""Ways to write so many new tokens."""
 
 
 @pytest.mark.parametrize("in_place", [False, *also("combination", True)])
-@pytest.mark.parametrize(("write", "count"), [*((w, 1) for w in ONE), *((w, 3) for w in SEVERAL)])
-def test_buffers_become_rows_however_they_are_written_to(write, count, in_place):
-    _become_rows(Written(write, in_place), count, L + R)
+@pytest.mark.parametrize(("writes", "count"), WAYS, ids=["masks", "factors", "positions", "sums", "windows"])
+def test_buffers_become_rows_however_they_are_written_to(writes, count, in_place):
+    _become_rows(SideBySide(writes, in_place), count, L + R)
 
 
-@pytest.mark.parametrize(
-    ("write", "count"),
-    [(multiplied, 1), (joined, 3), *also("combination", *((w, 1) for w in ONE), *((w, 3) for w in SEVERAL))],
-)
-def test_a_bias_goes_with_what_is_written(write, count):
-    _become_rows(Written(write, in_place=False, style="bias"), count, L + 1 + R)
+@full("combination")
+@pytest.mark.parametrize(("writes", "count"), WAYS, ids=["masks", "factors", "positions", "sums", "windows"])
+def test_a_bias_goes_with_what_is_written(writes, count):
+    _become_rows(SideBySide(writes, style="bias"), count, L + 1 + R)
+
+
+def test_a_bias_is_where_something_was_written():
+    """An attention that sees the whole buffer: zeros where nothing was written, and no bias."""
+    module = SideBySide([copied, index_added, multiplied, joined], style="bias")
+    module.hides = False
+    _become_rows(module, 1, L + 1 + R)
 
 
 def _become_rows(module, count, kept):
-    program, in_place = latent(module, count=count), module.in_place
-    change = program.graph_module.meta["mla_cache"]
-    assert [(t.name, t.kept) for t in change.inputs] == [("k_buffer", kept), ("v_buffer", 0)]
-    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
-    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    program, run, theirs = side_by_side(module, count)
+    ways, change = len(module.writes), program.graph_module.meta["mla_cache"]
+    keys, values = ([t.kept for t in change.inputs][first::2] for first in (0, 1))
+    assert keys[0] == kept
+    assert {*keys} <= {kept, 0}  # 0: written to as another buffer is, whose rows it has
+    assert values == [0] * ways
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * ways
+    mine = [buffers() for _ in module.writes]
     for start in (1, 1 + count, 2):  # the last call overwrites
         x, at = tokens(start, count)
-        expected, got = module(x, *mine, at), program.module()(x, *theirs, at)
-        if not in_place:
-            (expected, *mine), (got, *theirs) = expected, got
-        assert (got - expected).abs().max() < EXACT
-    rows, error = mla_compile.migrate_cache(program, mine)
+        expected, got = module(x, mine, at), run(x, theirs, at)
+        if not module.in_place:
+            (expected, mine), (got, theirs) = expected, got
+        for write, one, other in zip(module.writes, expected, got, strict=True):
+            assert (other - one).abs().max() < EXACT, write.__name__
+    rows, error = mla_compile.migrate_cache(program, pytree.tree_leaves(mine))
     assert error < 1e-13
-    held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
+    held = [pytree.tree_leaves(one) for one in (rows, theirs)]
     assert all((a - b).abs().max() < EXACT for a, b in zip(*held, strict=True))
 
 
@@ -228,7 +283,7 @@ class OfSequences(Static):
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, *also("combination", True)])
 def test_pairs_of_sequences_and_positions(accumulate):
     module = OfSequences(accumulate).double().eval()
     x, at = tokens(0, 1)
@@ -236,10 +291,10 @@ def test_pairs_of_sequences_and_positions(accumulate):
     exported = torch.export.export(module, (x, *mine, at), strict=False)
     program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
     assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, 0]
-    theirs = program.example_inputs[0][1:3]
+    run, theirs = program.module(), program.example_inputs[0][1:3]
     for start in (0, 1, 1):
         x, at = tokens(start, 1)
-        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), run(x, *theirs, at)
         assert (got - expected).abs().max() < EXACT
 
 
@@ -257,17 +312,13 @@ class ValuesFirst(Written):
     """The rows that both share are written before the first of them is made again."""
 
     def forward(self, x, k_buffer, v_buffer, at):
-        b, s, _ = x.shape
         k, v = self.made(x, at)
         v_buffer = self.put(v_buffer, v, at)
         k_buffer = self.put(k_buffer, k, at)
-        q = self.layer.q(x).view(b, s, H, N + R).transpose(1, 2)
-        keep = torch.arange(k_buffer.shape[2]) <= at[:, None]
-        y = F.scaled_dot_product_attention(q, k_buffer, v_buffer, attn_mask=keep)
-        return self.layer.o(y.transpose(1, 2).flatten(2)), k_buffer, v_buffer
+        return self.attended(self.queries(x), k_buffer, v_buffer, at), k_buffer, v_buffer
 
 
-@pytest.mark.parametrize("write", [lambda buffer, new, at: buffer.index_copy(2, at, new), multiplied])
+@pytest.mark.parametrize("write", [copied, *also("combination", multiplied)])
 def test_values_may_be_written_before_the_keys(write):
     module = ValuesFirst(write)
     program = latent(module)
@@ -298,7 +349,7 @@ def test_a_row_times_a_factor_for_each_column_or_head(gain):
     mine, theirs = steps_are_equal(module, program)
     rows, error = mla_compile.migrate_cache(program, mine)
     assert error < 1e-13
-    held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
+    held = [pytree.tree_leaves(one) for one in (rows, theirs)]
     assert all((a - b).abs().max() < EXACT for a, b in zip(*held, strict=True))
 
 
@@ -308,18 +359,18 @@ def test_a_row_times_a_factor_for_each_sequence_stays():
     assert (site.parts, [part.code for part in site.kept]) == (("values",), ["expanded_cache"])
 
 
-class Two(Written):
-    """Two tensors are written in one call: of x, and of another that ``second(self, x, at)`` makes."""
+class Two(SideBySide):
+    """Two tensors are written in one call: of x, and of another that ``second(made, x, at)`` makes."""
 
-    def __init__(self, write, second):
-        super().__init__(write)
+    def __init__(self, writes, second):
+        super().__init__(writes)
         self.second = second
+
+    def put(self, write, buffer, new, at):
+        return write(buffer, *new, at)
 
     def made(self, x, at):
         return tuple(zip(super().made(x, at), self.second(super().made, x, at), strict=True))
-
-    def put(self, buffer, new, at):
-        return self.put_into(buffer, *new, at)
 
 
 def each_to_its_positions(buffer, first, second, at):
@@ -350,66 +401,67 @@ def values_of_others_yet(made, x, at):
 
 
 @pytest.mark.parametrize(
-    ("write", "second", "kept"),
+    ("writes", "second", "kept"),
     [
-        (each_to_its_positions, of_other_tokens, 0),
-        (each_by_its_mask, of_other_tokens, 0),
-        (added_to_what_was_chosen, of_other_tokens, 0),
-        (in_one_write, of_other_tokens, 0),
-        (each_to_its_positions, values_of_others_yet, L),
+        ([each_to_its_positions, each_by_its_mask, added_to_what_was_chosen, in_one_write], of_other_tokens, 0),
+        ([each_to_its_positions], values_of_others_yet, L),
     ],
 )
-def test_two_tensors_are_written_in_one_call(write, second, kept):
+def test_two_tensors_are_written_in_one_call(writes, second, kept):
     """``kept``: the width of the rows of the values, if these are not among those of the keys."""
-    module = Two(write, second)
-    program = latent(module, 1)
-    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, kept]
-    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
-    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    module = Two(writes, second)
+    program, run, theirs = side_by_side(module, 1)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, kept] * len(writes)
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * len(writes)
+    mine = [buffers() for _ in writes]
     for start in (1, 3, 2):
         x, at = tokens(start, 1)
-        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
-        assert (got - expected).abs().max() < EXACT
+        (expected, mine), (got, theirs) = module(x, mine, at), run(x, theirs, at)
+        for write, one, other in zip(writes, expected, got, strict=True):
+            assert (other - one).abs().max() < EXACT, write.__name__
 
 
-def of_rolled_heads(made, x, at):
-    return tuple(new.roll(1, 1) for new in made(x.sin(), at - 1))
+def changed(write, change):
+    """``write``, whose second tensor is changed first."""
+
+    def put(buffer, first, second, at):
+        return write(buffer, first, change(second), at)
+
+    put.__name__ = f"{write.__name__}, {change.__name__}"
+    return put
 
 
-def of_squashed_tokens(made, x, at):
-    return tuple(new.tanh() for new in made(x.sin(), at - 1))
+def rolled_by_a_head(new):
+    return new.roll(1, 1)
 
 
-def of_half_the_size(made, x, at):
-    return tuple(new * 0.5 for new in made(x.sin(), at - 1))
+def squashed_tokens(new):
+    return new.tanh()
 
 
-def moved_away(made, x, at):
-    return tuple(new + 1 for new in made(x.sin(), at - 1))
+def of_half_the_size(new):
+    return new * 0.5
 
 
-def in_another_dtype(made, x, at):
-    return tuple(new.float() for new in made(x.sin(), at - 1))
+def moved_away(new):
+    return new + 1
 
 
-@pytest.mark.parametrize("second", [of_rolled_heads, of_half_the_size])
-def test_two_tensors_that_are_joined_and_made_otherwise_stay(second):
-    stays(Two(in_one_write, second), start=1)
+def in_float32(new):
+    return new.float()
 
 
-@pytest.mark.parametrize("second", [of_rolled_heads, of_squashed_tokens, of_half_the_size, moved_away])
-def test_two_tensors_that_are_made_otherwise_stay(second):
-    stays(Two(each_to_its_positions, second), start=1)
+def added_to_a_mixture(buffer, first, second, at):
+    here = torch.arange(buffer.shape[2])[:, None] == at - 1
+    return buffer + torch.where(here, second, first * along(buffer, first, at))
 
 
-def test_two_tensors_of_two_dtypes_stay():
-    def converted(buffer, first, second, at):
-        return torch.where(torch.arange(buffer.shape[2])[:, None] == at - 1, second, first * along(buffer, first, at))
-
-    def kept_beside(buffer, first, second, at):
-        return buffer + converted(buffer, first, second, at)
-
-    stays(Two(kept_beside, in_another_dtype), start=1)
+def test_two_tensors_of_which_one_is_made_otherwise_stay():
+    writes = [changed(in_one_write, change) for change in (rolled_by_a_head, of_half_the_size)]
+    for change in (rolled_by_a_head, squashed_tokens, of_half_the_size, moved_away):
+        writes.append(changed(each_to_its_positions, change))
+    writes.append(changed(added_to_a_mixture, in_float32))
+    assert all(site.verdict == "refused" for site in sites_that_stay(Two(writes, of_other_tokens)))
 
 
 def test_what_is_converted_on_the_way_stays():
@@ -543,13 +595,14 @@ UNREAD = [squashed, filled, scattered_sums, scattered_products, joined_and_added
 OTHERS = {divided: "nonlinear", rolled_as_one: "token_mixing"}
 
 
+CODES = {**dict.fromkeys(KEPT, "expanded_cache"), **dict.fromkeys(UNREAD, "unsupported_op"), **OTHERS}
+
+
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
-@pytest.mark.parametrize(
-    ("write", "code"),
-    [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD), *OTHERS.items()],
-)
-def test_buffers_that_are_written_to_otherwise_stay(write, code):
-    assert stays(Written(write)).code == code
+def test_buffers_that_are_written_to_otherwise_stay():
+    sites = sites_that_stay(SideBySide(list(CODES)))
+    assert {w.__name__: s.code for w, s in zip(CODES, sites, strict=True)} == {w.__name__: CODES[w] for w in CODES}
+    assert all(site.verdict == "refused" for site in sites)
 
 
 def test_what_is_written_into_zeros_is_no_buffer():
@@ -566,6 +619,6 @@ def test_what_is_written_into_zeros_is_no_buffer():
 def test_rows_in_float8_are_not_multiplied():
     """Packed rows can be moved to positions, and not added to others."""
     assert "mla_cache" in latent(Written(chosen), cache_dtype="fp8").graph_module.meta
-    for write in (multiplied, index_added, accumulated):
-        with pytest.warns(mla_compile.MlaCompileWarning):
-            assert "mla_cache" not in latent(Written(write), cache_dtype="fp8").graph_module.meta
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program, *_ = side_by_side(SideBySide([multiplied, index_added, accumulated]), 1, cache_dtype="fp8")
+    assert "mla_cache" not in program.graph_module.meta

@@ -10,6 +10,7 @@ import mla_compile
 from mla_compile.codes import Code
 from mla_compile.passes.quantized import registry
 from tests.support.quantized import H, L, N, V, error, exact, optimized
+from tests.support.tiers import also
 
 pytestmark = pytest.mark.thorough
 
@@ -88,7 +89,7 @@ def test_an_unknown_product_that_writes_into_memory_it_is_given():
     assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("name", ["packet", "overload", "text", "pattern"])
+@pytest.mark.parametrize("name", ["overload", "pattern", *also("combination", "packet", "text")])
 def test_registered_it_is_absorbed(doubled, products, name):
     names = {"text": "tests_quantized::doubled", "pattern": "tests_*::doubled"}
     op = {"packet": doubled, "overload": doubled.default, **names}

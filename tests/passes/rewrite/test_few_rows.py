@@ -173,14 +173,14 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
 def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
     quantization = pytest.importorskip("torchao.quantization")
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    model = build("deepseek_v3", hidden_size=64, q_lora_rank=32, v_head_dim=16, moe_intermediate_size=32)
+    model = build("deepseek_v3", hidden_size=64, q_lora_rank=32, v_head_dim=16, num_hidden_layers=1)
     config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
     quantization.quantize_(model, config)
     given = prompt(batch=1, pad=0)
-    want, _ = greedy(model, given, 6)
+    want, _ = greedy(model, given, 4)
     fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products="native")
-    assert torch.equal(greedy(fast, given, 6)[0], want)
-    assert {p.name: p.changes for p in fast.mla_report.passes}["few_rows"] >= 2 * 3
+    assert torch.equal(greedy(fast, given, 4)[0], want)
+    assert {p.name: p.changes for p in fast.mla_report.passes}["few_rows"] >= 3
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ import mla_compile
 from mla_compile.kernels import linear
 from mla_compile.kernels.cpu import native
 from tests.support.quantized import Attention, H, Int8, L, N, V, attention, error, inputs
+from tests.support.tiers import also
 
 pytestmark = pytest.mark.thorough
 
@@ -54,8 +55,16 @@ CASES: dict[str, tuple[Callable[[Int8, Tensor], Tensor] | None, torch.dtype, tor
 }
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16, 17])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "batch"),
+    [
+        *((case, 16) for case in CASES),
+        ("dense", 17),
+        ("float32", 1),
+        *also("combination", *((case, 17) for case in CASES if case != "dense")),
+        *also("combination", *((case, 3) for case in CASES)),
+    ],
+)
 def test_weights_are_read_once(case: str, batch: int, seen: list[tuple[torch.dtype, torch.dtype]]):
     """Two products in float32 up to sixteen rows; what takes more than an exact conversion is kept dequantized."""
     product, dtype, stored, kept = CASES[case]

@@ -33,6 +33,7 @@ from tests.support.programs import (
     seeded,
 )
 from tests.support.tiers import also, full
+from tests.support.usual import usual
 
 pytestmark = pytest.mark.thorough
 
@@ -99,7 +100,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", usual(MASKS, ("boolean_of_every_head", "of_every_head_written_out")))
 def test_masks(name):
     make, mask = MASKS[name]
     split(make(), [*data(S=3), mask])

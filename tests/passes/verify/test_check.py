@@ -22,6 +22,7 @@ from mla_compile.pipeline import rewrites
 from tests.support.calls import counted
 from tests.support.modules import MLA, inputs
 from tests.support.programs import assert_equal, assert_untouched, export
+from tests.support.tiers import also
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def verified(module, given, **options):
 
 
 @pytest.mark.singly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *also("family", torch.float16)], ids=str)
 @pytest.mark.parametrize("core", ["sdpa", "matmul"])
 def test_a_right_rewrite_passes_and_reports_its_ratio(core, dtype):
     _, outcome = verified(MLA(core=core).to(dtype), inputs(S=2, T=9, dtype=dtype))
@@ -170,7 +171,14 @@ def test_sizes_of_a_layer_cost_as_much_in_a_deep_model():
     assert calls(20) < 2.3 * calls(10)
 
 
-@pytest.mark.parametrize("narrow", [lambda s: s.float().softmax(-1), lambda s: s.softmax(-1, dtype=torch.float32)])
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        lambda s: s.softmax(-1, dtype=torch.float32),
+        *also("combination", lambda s: s.float().softmax(-1)),
+    ],
+    ids=["in the softmax", "before it"],
+)
 def test_a_fill_that_a_cast_makes_infinite_is_so_in_the_float64_run_too(narrow):
     """Where every key is hidden, as in most of the masks drawn for two of them, the softmax gives nan."""
 

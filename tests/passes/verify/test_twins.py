@@ -81,7 +81,7 @@ def test_a_fault_in_a_field_of_one_plan_is_not_hidden_by_its_twin(every, monkeyp
     found = []
     for where in each_field(plans[1]):
         field = where.partition(" ")[0].rpartition(".")[2]
-        if not every and field not in FOUND:
+        if not every and (field not in FOUND or field in found):  # one fault of each shows it
             continue
         plans.clear()
         tamper = lambda plan, where=where: each_field(plan)[where]  # noqa: E731
