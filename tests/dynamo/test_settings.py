@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from mla_compile import optimize
 from mla_compile.dynamo import settings
@@ -20,7 +21,15 @@ from tests.support.unsettled import (
 
 def test_other_compilations_have_the_users_settings() -> None:
     fast = optimize(IntPosition().eval(), **OPTIONS)
-    other = IntPosition().eval()
+
+    class Counter(nn.Module):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return x * self.count
+
+    other = Counter()
     graphs: list[torch.fx.GraphModule] = []
     step = torch.compile(other, backend=lambda gm, _: graphs.append(gm) or gm)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tests.support.unsettled import (
     steps,
 )
 
-OPTIONS: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "forms": "absorbed"}
+OPTIONS: dict[str, Any] = {"codegen": "eager", "lowering": "op", "forms": "absorbed"}
 
 
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")

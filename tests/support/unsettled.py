@@ -17,7 +17,11 @@ B, ROOM = 2, 64
 
 
 class Rotary(nn.Module):
-    """MLA with RoPE by position; a subclass keeps the rows [latent, rotary key] of the tokens so far."""
+    """MLA by position; a subclass keeps the rows [latent, rotary key] of the tokens so far.
+
+    Rotary parts are scaled by their positions instead of turned: what Dynamo takes for constant is the position alone,
+    and each graph is traced with fewer operators.
+    """
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -33,14 +37,13 @@ class Rotary(nn.Module):
             setattr(self, name, nn.Parameter(weight))
         angles = torch.arange(ROOM, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
         self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
 
     def project(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
         S = x.shape[1]
-        cos, sin = self.cos[position : position + S], self.sin[position : position + S]
+        cos = self.cos[position : position + S]
         q_nope, q_rope = F.linear(x, self.q).view(B, S, H, N + R).transpose(1, 2).split([N, R], dim=-1)
         latent, k_rope = F.linear(x, self.down).split([L, R], dim=-1)
-        return torch.cat([q_nope, rotated(q_rope, cos, sin)], -1), torch.cat([latent, rotated(k_rope, cos, sin)], -1)
+        return torch.cat([q_nope, q_rope * cos], -1), torch.cat([latent, k_rope * cos], -1)
 
     def attend(self, q: Tensor, rows: Tensor, position: int) -> Tensor:
         S, T = q.shape[2], rows.shape[1]
@@ -50,11 +53,6 @@ class Rotary(nn.Module):
         mask = torch.arange(T)[None] <= torch.arange(S)[:, None] + position
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return F.linear(o.transpose(1, 2).reshape(B, S, H * V), self.out)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
 class GrowingBuffer(Rotary):
