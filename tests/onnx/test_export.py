@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,14 @@ from torch import nn
 
 import mla_compile
 from mla_compile import ExportError, InputError, OptionError
-from mla_compile.onnx import Session, export, generate
+from mla_compile.capture import causal_lm
+from mla_compile.onnx import Session, artifact, convert, export, generate, lm_export
 from mla_compile.onnx.exported import DTYPES
 from tests.support import models
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
 
-STEPS = 24
+STEPS = 12
 EVERYTHING = os.environ.get("MLA_ONNX") == "all"
 
 
@@ -38,28 +42,51 @@ PORTABLE = and_others("minicpm3", "deepseek_v3", "kimi_linear")
 IN_PLACE = and_others("minicpm3")
 
 
+@functools.cache
+def built(family: str, *, half: bool) -> Any:
+    """Of ``minicpm3``, the default tier's, there is one layer."""
+    one = {"num_hidden_layers": 1}
+    return models.build(family, **({"dtype": torch.float16} | one if half else one if family == "minicpm3" else {}))
+
+
+@contextlib.contextmanager
+def converting_once(model: Any, kept: dict[Any, Any]) -> Iterator[None]:
+    """Traces a model and translates its graph once for all profiles of an opset, which differ in what follows."""
+
+    def traced(lm: Any, **how: Any) -> Any:
+        key = (model, *sorted(how.items()))
+        if key not in kept:
+            kept[key] = causal_lm.export_program(lm, **how)
+        return kept[key]
+
+    def converted(program: Any, options: Any, opset: int) -> Any:
+        key = (program, repr(replace(options, verify=False)), opset)
+        if key not in kept:
+            kept[key] = convert.convert(program, options, opset)
+        return replace(kept[key], model=kept[key].model.clone())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_export, "export_program", traced)
+        patch.setattr(lm_export, "convert", converted)
+        yield
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Exports each model once: ``exported(family, profile, **options)`` is its directory and the model.
-
-    Of ``minicpm3``, the default tier's, there is one layer.
-    """
-    root = tmp_path_factory.mktemp("exported")
+    """Exports each model once: ``exported(family, profile, **options)`` is its directory, the model and the result."""
+    root, kept = tmp_path_factory.mktemp("exported"), {}
 
     @functools.cache
-    def export(family: str, profile: str = "portable", **options: Any) -> tuple[Path, Any]:
+    def export(family: str, profile: str = "portable", **options: Any) -> tuple[Path, Any, Any]:
         name = "_".join((family, profile, *map(str, options.values())))
-        how = {"num_hidden_layers": 1} if family == "minicpm3" else {}
-        if options.pop("half", False):
-            how = {"dtype": torch.float16, "num_hidden_layers": 1}
-        model = models.build(family, **how)
-        mla_compile.export_onnx(model, root / name, profile=profile, verify=False, **options)
-        return root / name, model
+        model, options = built(family, half=options.pop("half", False)), {"verify": False} | options
+        with converting_once(model, kept):
+            return root / name, model, mla_compile.export_onnx(model, root / name, profile=profile, **options)
 
     return export
 
 
-def check_tokens(directory: Path, model: Any, **how: Any) -> None:
+def check_tokens(directory: Path, model: Any, _: Any = None, **how: Any) -> None:
     session = Session(directory, providers=["cpu"], **how)
     for batch, pad in ((1, 0), (3, 3)):
         inputs = models.prompt(batch, pad=pad)
@@ -72,7 +99,7 @@ def check_tokens(directory: Path, model: Any, **how: Any) -> None:
 
 @pytest.mark.parametrize("family", PORTABLE)
 def test_portable_graphs_give_the_tokens_of_generate(exported, family):
-    directory, model = exported(family)
+    directory, model, _ = exported(family)
     check_tokens(directory, model)
     nodes = onnx.load(directory / "decode.onnx", load_external_data=False).graph.node
     told = models.FAMILIES[family]
@@ -80,6 +107,31 @@ def test_portable_graphs_give_the_tokens_of_generate(exported, family):
     assert [n.op_type for n in nodes if n.domain] == site * (1 if family == "minicpm3" else told.mla_sites)
 
 
+@pytest.mark.parametrize("family", ["minicpm3", *also("family", "deepseek_v3")])
+def test_genai_generates_the_same_tokens(exported, family):
+    """onnxruntime-genai runs the directory as it is; rows are halved, and verified without it.
+
+    Two operators ask for the length of one layer: both once got the same name.
+    """
+    directory, model, done = exported(family, "genai", verify=True)
+    assert done.verification.equal_tokens == done.verification.tokens == 14
+    graph = onnx.load(directory / "model.onnx", load_external_data=False).graph
+    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+    assert shapes["past_key_values.0.value"] == ["batch", 1, "past", 40]
+    genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    inputs = models.prompt(1, 7, 0)
+    expected, _ = models.greedy(model, inputs, STEPS)
+    loaded = genai.Model(str(directory))
+    parameters = genai.GeneratorParams(loaded)
+    parameters.set_search_options(max_length=7 + STEPS, do_sample=False)
+    generator = genai.Generator(loaded, parameters)
+    generator.append_tokens(inputs["input_ids"].numpy().astype(np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert list(generator.get_sequence(0))[7:] == expected[0].tolist()
+
+
+@full("family")  # than the model of test_export_sparse.py
 @pytest.mark.parametrize("family", IN_PLACE)
 def test_caches_in_place_give_the_tokens_of_generate(exported, family):
     """The decode graph reads the prompt too."""
@@ -88,7 +140,7 @@ def test_caches_in_place_give_the_tokens_of_generate(exported, family):
 
 @full("combination")
 def test_a_prompts_graph_writes_in_place_too(exported):
-    directory, model = exported("minicpm3", "inplace")
+    directory, model, _ = exported("minicpm3", "inplace")
     assert (directory / "prefill.onnx").exists()
     check_tokens(directory, model)
 
@@ -99,7 +151,7 @@ def test_the_decode_graph_alone_reads_prompts(exported):
 
 @full("family")
 def test_half_precision_keeps_queries_in_float32(exported):
-    directory, model = exported("deepseek_v3", half=True)
+    directory, model, _ = exported("deepseek_v3", half=True)
     session = Session(directory, providers=["cpu"])
     inputs = models.prompt(2)
     prompts = [ids[m.bool()].tolist() for ids, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
@@ -127,7 +179,7 @@ def test_bfloat16_is_verified_before_its_translation(tmp_path):
 
 
 def test_names_are_for_people_and_nothing_of_this_machine_is_in_a_file(exported):
-    directory, _ = exported("minicpm3")
+    directory, *_ = exported("minicpm3")
     for name in ("decode.onnx", "prefill.onnx"):
         model = onnx.load(directory / name, load_external_data=False)
         inputs = [v.name for v in model.graph.input]
@@ -163,22 +215,11 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
 
 
 def test_files_pass_the_checker_and_share_their_weights(exported):
-    directory, model = exported("minicpm3")
+    directory, model, _ = exported("minicpm3")
     for name in ("decode.onnx", "prefill.onnx"):
         onnx.checker.check_model(str(directory / name), full_check=True)
     total = sum(p.numel() * 4 for p in model.parameters())
     assert (directory / "weights.bin").stat().st_size < 1.5 * total
-
-
-@full("family")  # than the module of test_program_export.py
-def test_folds_follow_the_option(tmp_path):
-    model = models.build("minicpm3", num_hidden_layers=1)
-    names = {}
-    for fold in ("never", "always"):
-        mla_compile.export_onnx(model, tmp_path / fold, fold=fold, prefill=False, verify=False)
-        graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
-        names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
-    assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}
 
 
 @full("family")  # than the program and the command that are exported in other files
@@ -201,9 +242,10 @@ def test_export_says_how_it_was_verified_and_leaves_the_model_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@full("family")  # than the programs of test_program_export.py
 def test_work_in_place_follows_what_is_used(exported):
     """Only as many rows of a buffer are read as are in use: what lies behind them may be anything."""
-    directory, _ = exported("minicpm3", "inplace", prefill=False)
+    directory, *_ = exported("minicpm3", "inplace", prefill=False)
     session = ort.InferenceSession(str(directory / "decode.onnx"), providers=["CPUExecutionProvider"])
     ids = np.arange(5, 12, dtype=np.int64)[None]
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(7, dtype=np.int64)[None]}
@@ -267,16 +309,17 @@ class TestBadInput:
     def test_a_target_that_is_there_is_kept(self, tmp_path):
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "mine").write_text("precious")
-        model, given = Toy().eval(), {"example_inputs": decode_inputs(), "prefill": False, "verify": False}
+        model = torch.nn.Linear(2, 2)
         with pytest.raises(ExportError, match="exists; pass overwrite=True"):
-            mla_compile.export_onnx(model, tmp_path / "m", **given)
+            mla_compile.export_onnx(model, tmp_path / "m")
         with pytest.raises(ExportError, match="files that no export wrote"):
-            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, **given)
+            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True)
         assert (tmp_path / "m" / "mine").read_text() == "precious"
         for name in ("report.json", "weights.bin"):
             (tmp_path / "m" / name).write_text("")
-        mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, **given)
-        assert not (tmp_path / "m" / "mine").exists()
+        with artifact.staged(tmp_path / "m", overwrite=True) as stage:
+            (stage / "weights.bin").write_text("new")
+        assert [p.name for p in (tmp_path / "m").iterdir()] == ["weights.bin"]
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
     def test_a_failure_keeps_what_was_to_be_replaced(self, tmp_path):

@@ -67,14 +67,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("family", "core", "profile"),
     [
-        ("deepseek_v32_small", "sdpa", "portable"),
-        *also(
-            "family",
-            ("deepseek_v32", "eager", "portable"),
-            ("deepseek_v32", "sdpa", "inplace"),
-            ("glm_moe_dsa", "sdpa", "portable"),
-            ("glm_moe_dsa", "eager", "inplace"),
-        ),
+        ("deepseek_v32_small", "sdpa", "inplace"),
+        *also("family", ("deepseek_v32", "eager", "portable"), ("glm_moe_dsa", "eager", "inplace")),
     ],
 )
 def test_tokens_are_those_of_generate(exported, family, core, profile):
@@ -96,16 +90,11 @@ ONE_LAYER = ("IndexScores", "ListedAttention")
 THREE_LAYERS = (*ONE_LAYER, "ListedAttention", *ONE_LAYER)  # the second has the list of the first
 
 
-@full("family")
 @pytest.mark.parametrize(
     ("family", "core", "profile", "kinds"),
     [
-        ("deepseek_v32_small", "sdpa", "portable", ONE_LAYER),
-        *also(
-            "family",
-            ("glm_moe_dsa", "sdpa", "portable", THREE_LAYERS),
-            ("glm_moe_dsa", "eager", "inplace", THREE_LAYERS),
-        ),
+        ("deepseek_v32_small", "sdpa", "inplace", ONE_LAYER),
+        *also("family", ("glm_moe_dsa", "eager", "inplace", THREE_LAYERS)),
     ],
 )
 def test_no_mask_over_all_keys_is_made(exported, family, core, profile, kinds):
@@ -136,7 +125,7 @@ def test_the_option_keeps_the_mask_and_so_do_prompts(tmp_path):
 
 def test_rows_that_no_list_names_are_not_read(exported, tmp_path):
     """Past the list, what the cache holds may be anything."""
-    directory, *_ = exported("deepseek_v32_small", "sdpa", "portable")
+    directory, *_ = exported("deepseek_v32_small", "sdpa", "inplace")
     graph = onnx.load(directory / "decode.onnx", load_external_data=False).graph
     (listed,) = [n.input[7] for n in graph.node if n.op_type == "ListedAttention"]
     model_with_list = onnx.load(directory / "decode.onnx")
@@ -145,9 +134,7 @@ def test_rows_that_no_list_names_are_not_read(exported, tmp_path):
     session = ort.InferenceSession(str(tmp_path / "listed.onnx"), providers=["CPUExecutionProvider"])
     T = 40
     random = np.random.default_rng(0)
-    feeds = {
-        v.name: random.standard_normal((1, T - 1, v.shape[2])).astype(np.float32) for v in session.get_inputs()[3:]
-    }
+    feeds = {v.name: random.standard_normal((1, T, v.shape[2])).astype(np.float32) for v in session.get_inputs()[3:]}
     feeds |= {
         "input_ids": np.array([[7]]), "attention_mask": np.ones((1, T), np.int64), "position_ids": np.array([[T - 1]]),
     }  # fmt: skip
@@ -157,7 +144,7 @@ def test_rows_that_no_list_names_are_not_read(exported, tmp_path):
     for name in ("past_latent.0", "past_k_rope.0"):
         feeds[name][:, others] = np.nan
     assert np.array_equal(session.run(["logits"], feeds)[0], logits)
-    feeds["past_latent.0"][:, indices[0, 0, 0] % (T - 1)] = np.nan
+    feeds["past_latent.0"][:, indices[indices < T - 1][0]] = np.nan
     assert np.isnan(session.run(["logits"], feeds)[0]).any()
 
 
@@ -276,16 +263,24 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
     return normal(B, 2, S, 6), normal(B, S, 8), *indexer, mask, normal(B, P, 8), normal(B, P, 8)
 
 
+def test_keys_that_a_list_names_twice_count_once():
+    """In the program that a graph is a translation of; the next test runs the graph."""
+    torch.manual_seed(3)
+    module, values = Repeated().eval().requires_grad_(False), given(2, 3, 14)
+    program = torch.export.export(module, values, strict=False)
+    fast = mla_compile.optimize(program, lowering="op", forms="absorbed")
+    (node,) = [n for n in fast.graph.nodes if n.target == torch.ops.mla_compile.decode_attention.default]
+    told = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs
+    assert told["indices"] is not None
+    got = fast.module()(*values)[0]
+    expected = module.double()(*(v.double() if v.is_floating_point() else v for v in values))[0]
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@full("combination")  # of masks that are proved to be lists, or not, and the functions of operators
 @pytest.mark.parametrize(
     ("kind", "profile"),
-    [
-        (Repeated, "inplace"),
-        *also(
-            "combination",
-            *((kind, "portable") for kind in (First, Sparse, Soft, PerHead, Repeated, Flagged, Added, Moved)),
-        ),
-        *also("combination", (Sparse, "inplace")),
-    ],
+    [(Repeated, "inplace"), *((kind, "portable") for kind in (First, Soft, PerHead, Flagged, Added, Moved))],
 )
 def test_programs_against_float64(tmp_path, kind, profile):
     torch.manual_seed(3)

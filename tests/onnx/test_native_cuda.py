@@ -6,6 +6,7 @@ tests/support/onnx_fakes.c stands in for the driver and for ONNX Runtime; the la
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -22,6 +23,7 @@ from mla_compile.onnx import native
 from mla_compile.onnx.variants import DTYPES, TUNED
 from tests.support import interpreter, onnx_native_cases
 from tests.support.onnx_native_cases import ELEMENTS, SMALL, Case, copied, make
+from tests.support.tiers import also
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -48,7 +50,7 @@ def tuned(folder: Path) -> Path:
         return onnx_native_cases.hollow_library(folder / "tuned", TUNED, patch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # the process is that of tests/kernels/triton too
 def pool() -> Iterator[ProcessPoolExecutor]:
     with interpreter.worker() as started:
         yield started
@@ -90,9 +92,22 @@ WHAT = {
     "sm_80": (Case(arch="sm_80", dtype=BF16, H=33, mask="bool B11T"), "scan_mask list_tiles attend"),
     "sm_100": (Case(arch="sm_100", dtype=BF16, query=F32, H=40), "attend"),
 }  # fmt: skip
+OTHERS = (  # whose features are among those of the others
+    "one token",
+    "tokens without an order",
+    "lengths",
+    "a mask of tokens",
+    "a mask of query rows",
+    "a mask of heads, one token",
+    "an added mask",
+    "a mask and lengths",
+    "soft-cap and window",
+    "soft-cap, window, causal",
+    "bfloat16",
+)
 
 
-@pytest.mark.parametrize("name", WHAT)
+@pytest.mark.parametrize("name", [*(n for n in WHAT if n not in OTHERS), *also("combination", *OTHERS)])
 def test_launches_and_results(name, hollow, fake, pool):
     case, launches = WHAT[name]
     seen = pool.submit(onnx_native_cases.check, hollow, fake, SMALL, case).result(timeout=300)
@@ -119,44 +134,38 @@ class Question(ctypes.Structure):
 MASKS = {"none": 0, "listed": 0, "bool": 1, "float": None}  # bytes of it that the loop reads; None: its dtype's
 
 
+QUERIES = (1, 1), (1, 16), (1, 24), (1, 64), (1, 128), (3, 40)
+TOKENS = 0, 1, 255, 1000, 8192, 70_000, 131_072
+SIZES = [*itertools.product(DTYPES.values(), TUNED, (1, 3, 16, 64, 300), QUERIES, TOKENS, (None, 3.3e12))]
+
+
 @pytest.mark.singly
+@pytest.mark.parametrize("step", [17, *also("draws", 5)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_plans_are_those_of_the_python_planner(arch, mask, tuned):
+def test_plans_are_those_of_the_python_planner(arch, mask, step, tuned):
+    """``step``: every so many-th call; 17 goes through every pair of sizes."""
     library = ctypes.CDLL(str(tuned))
-    device, checked = PRESETS[arch], 0
-    for dtype in DTYPES.values():
-        for of in TUNED:
-            for B in (1, 3, 16, 64, 300):
-                for S, H in ((1, 1), (1, 16), (1, 24), (1, 64), (1, 128), (3, 40)):
-                    for T in (0, 1, 255, 1000, 8192, 70_000, 131_072):
-                        for bandwidth in (None, 3.3e12):
-                            q = Question(
-                                arch=int(arch.removeprefix("sm_")), multiprocessors=device.sms, smem=device.smem,
-                                query=ELEMENTS[dtype], dtype=ELEMENTS[dtype], bandwidth=bandwidth or 0.0,
-                                B=B, S=S, H=H, T=T, La=of.La, Lb=of.Lb, Lv=of.out,
-                            )  # fmt: skip
-                            if mask != "none":
-                                q.mask, q.mask_b = ELEMENTS[dtype if mask == "float" else torch.bool], T
-                                q.mask_s = q.mask_h = 0 if mask == "listed" else max(T, 1)
-                            assert library.mla_compile_onnx_plan(ctypes.byref(q)), (of, dtype, B, S, H, T)
-                            read = dtype.itemsize if MASKS[mask] is None else MASKS[mask]
-                            want = plan(
-                                B=B, S=S, H=H, L=of.La, R=of.Lb, T=T, query_dtype=dtype, cache_dtype=dtype,
-                                device=type(device)(device.name, device.capability, device.sms, device.smem, bandwidth),
-                                masked=mask != "none", mask_bytes=read, gluon=False,
-                            )  # fmt: skip
-                            got = (q.block_m, q.block_n, q.threads, q.splits)
-                            assert got == (want.block_m, want.block_n, 32 * want.num_warps, want.splits), (
-                                of,
-                                B,
-                                S,
-                                H,
-                                T,
-                            )
-                            assert q.direct == (want.splits == 1 and mask in ("none", "listed"))
-                            checked += 1
-    assert checked > 3000
+    device = PRESETS[arch]
+    for dtype, of, B, (S, H), T, bandwidth in SIZES[::step]:
+        q = Question(
+            arch=int(arch.removeprefix("sm_")), multiprocessors=device.sms, smem=device.smem,
+            query=ELEMENTS[dtype], dtype=ELEMENTS[dtype], bandwidth=bandwidth or 0.0,
+            B=B, S=S, H=H, T=T, La=of.La, Lb=of.Lb, Lv=of.out,
+        )  # fmt: skip
+        if mask != "none":
+            q.mask, q.mask_b = ELEMENTS[dtype if mask == "float" else torch.bool], T
+            q.mask_s = q.mask_h = 0 if mask == "listed" else max(T, 1)
+        assert library.mla_compile_onnx_plan(ctypes.byref(q)), (of, dtype, B, S, H, T)
+        read = dtype.itemsize if MASKS[mask] is None else MASKS[mask]
+        want = plan(
+            B=B, S=S, H=H, L=of.La, R=of.Lb, T=T, query_dtype=dtype, cache_dtype=dtype,
+            device=type(device)(device.name, device.capability, device.sms, device.smem, bandwidth),
+            masked=mask != "none", mask_bytes=read, gluon=False,
+        )  # fmt: skip
+        got = (q.block_m, q.block_n, q.threads, q.splits)
+        assert got == (want.block_m, want.block_n, 32 * want.num_warps, want.splits), (of, B, S, H, T)
+        assert q.direct == (want.splits == 1 and mask in ("none", "listed"))
 
 
 def test_sizes_beyond_the_kernels_have_no_plan(tuned):

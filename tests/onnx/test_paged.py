@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 import pytest
@@ -14,7 +16,6 @@ import mla_compile
 from mla_compile import ExportError
 from mla_compile.onnx import paged
 from tests.support import models
-from tests.support.tiers import full
 
 
 class PagedAttention(OpRun):
@@ -115,9 +116,14 @@ def test_a_mask_may_read_how_many_tokens_there_are_and_not_which(of_tokens):
         paged._check_causal(graph, graph.outputs[0], tokens, attention_mask, [], causal=True)
 
 
-@full("family")  # than the caches of test_genai.py
-def test_paged_attention_takes_no_mask_but_the_causal_one(tmp_path):
-    model = models.build("deepseek_v32", num_hidden_layers=1)
-    with pytest.raises(ExportError, match="caches of another kind"):
-        mla_compile.export_onnx(model, tmp_path / "m", profile="ort-paged", dtype="float16")
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("caches", "latent", "rope"),
+    [
+        (3, 0, 1),  # an indexer's keys
+        (1, None, 0),  # keys without latent rows
+    ],
+)
+def test_caches_of_another_kind_have_no_pages(caches, latent, rope):
+    graph, found = ir.Graph([], [], nodes=[]), [SimpleNamespace(latent=latent, rope=rope)]
+    with pytest.raises(ExportError, match="keeps latent rows only, and this model has caches of another kind"):
+        paged.in_pages(graph, [None] * caches, found)

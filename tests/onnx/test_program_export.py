@@ -74,7 +74,7 @@ def test_a_traced_program_keeps_its_names(portable):
 
 @full("draws")
 def test_the_same_program_gives_the_same_bytes(portable, tmp_path):
-    mla_compile.export_onnx(program()[1], tmp_path / "again", verify=False)
+    mla_compile.export_onnx(program()[1], tmp_path / "again", prefill=False, verify=False)
     for name in ("decode.onnx", "weights.bin"):
         assert (tmp_path / "again" / name).read_bytes() == (portable / name).read_bytes(), name
 
@@ -95,7 +95,7 @@ def test_rows_in_float8(groups, tmp_path):
 
     rows, scales = torch.randn(2, 7, 8).to(torch.float8_e4m3fn), torch.rand(2, 7, groups) + 0.5
     exported = torch.export.export(seeded(Rows), (torch.randn(2, 2, 1, 6), rows, scales), strict=False)
-    done = mla_compile.export_onnx(exported, tmp_path / "m")
+    done = mla_compile.export_onnx(exported, tmp_path / "m", prefill=False)
     assert [site.code for site in done.report.sites] == ["absorbed"]
     assert not done.verification.reason
     assert done.verification.error < 1e-5
@@ -105,7 +105,10 @@ def test_rows_in_float8(groups, tmp_path):
 
 @pytest.mark.parametrize("profile", ["inplace", *also("combination", "portable")])
 def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile):
-    """It has one column; the operator takes the number of columns for the number of keys."""
+    """It has one column; the operator takes the number of columns for the number of keys.
+
+    In place, the mask of the caller says how many rows of the buffer are in use; what lies behind them is not read.
+    """
 
     class Rows(Decode):
         def forward(self, query, new, mask, rows):
@@ -119,7 +122,10 @@ def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile
     feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
     if profile == "inplace":
         feeds["rows"] = np.pad(feeds["rows"], ((0, 0), (0, 3), (0, 0)), constant_values=np.nan)
-    assert np.abs(session.run(None, feeds)[0] - expected[0].numpy()).max() < 1e-5
+    out, rows = session.run(None, feeds)
+    assert np.abs(out - expected[0].numpy()).max() < 1e-5
+    assert np.array_equal(rows[:, :6], expected[1].numpy())
+    assert np.isnan(rows[:, 6:]).all()  # none in a graph that is not in place
 
 
 def test_a_program_that_was_optimized_before_is_exported_too(tmp_path):
@@ -132,12 +138,8 @@ def test_a_program_that_was_optimized_before_is_exported_too(tmp_path):
 
 def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
     module, exported = program()
-    graph = exported.module()
     with pytest.raises(InputError, match="pass example_inputs"):
-        mla_compile.export_onnx(graph, tmp_path / "m")
-    example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
-    mla_compile.export_onnx(module, tmp_path / "m", example_inputs=example, prefill=False, verify=False)
-    assert (tmp_path / "m" / "decode.onnx").exists()
+        mla_compile.export_onnx(exported.module(), tmp_path / "m")
     with pytest.raises(OptionError, match="cast this model before tracing"):
         mla_compile.export_onnx(exported, tmp_path / "n", dtype="float16")
     with pytest.raises(ExportError, match="cannot be traced"):
@@ -146,18 +148,18 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
         mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
 
 
-def test_folds_follow_the_option(tmp_path):
-    names = {}
-    for fold in ("never", "always"):
-        how = {"example_inputs": decode_inputs(), "fold": fold, "prefill": False, "verify": False}
-        done = mla_compile.export_onnx(Toy().eval(), tmp_path / fold, **how)
-        passes = {p.name: p.changes for p in done.report.passes}
-        assert [*passes][:2] == ["tidy", "capture"]
-        assert [*passes][-2:] == ["bake", "split_complex"]
-        assert passes["bake"] == 2 * passes["absorb"]
-        graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
-        names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
-    assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}
+@pytest.mark.parametrize(
+    ("fold", "names"), [("always", {"w_q_w_kc", "w_v_w_o"}), *also("combination", ("never", {"w_kc", "w_v"}))]
+)
+def test_folds_follow_the_option(tmp_path, fold, names):
+    how = {"example_inputs": decode_inputs(), "fold": fold, "prefill": False, "verify": False}
+    done = mla_compile.export_onnx(Toy().eval(), tmp_path / "m", **how)
+    passes = {p.name: p.changes for p in done.report.passes}
+    assert [*passes][:2] == ["tidy", "capture"]
+    assert [*passes][-2:] == ["bake", "split_complex"]
+    assert passes["bake"] == 2 * passes["absorb"]
+    graph = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph
+    assert {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name} == names
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path):
@@ -172,6 +174,7 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@full("combination")  # of rows in place and the prompt's graph
 def test_a_program_is_written_in_place_where_an_input_counts_its_tokens(tmp_path):
     """The mask says how many rows of the buffer are in use; what lies behind them is not read."""
     module, exported = program()
@@ -204,7 +207,7 @@ def test_a_program_without_a_count_of_tokens_cannot_be_written_in_place(tmp_path
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("part", ["keys", "heads"])
+@pytest.mark.parametrize("part", ["keys", *also("combination", "heads")])
 def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
     """K alone leaves no operator of ours in the graph."""
 
@@ -226,11 +229,29 @@ def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
     assert [site.parts for site in done.report.sites] == [("keys",) if part == "keys" else ("heads 0-1 of 3",)]
 
 
-def test_rows_that_all_heads_share_in_two_memories(tmp_path):
-    """DeepSeek-V4's steps: a window of the last rows, and rows that each stand for several, of which a list is read.
+def exported_step(module, given, folder):
+    """The verified graph of a step of DeepSeek-V4, which has an operator for each memory."""
+    shapes = ({}, {}, {}, {1: Dim("past", min=4, max=4096)})
+    done = mla_compile.export_onnx(module, folder, example_inputs=given, dynamic_shapes=shapes, prefill=False)
+    assert done.verification.error < 1e-5
+    ours = {n.op_type for n in onnx.load(folder / "decode.onnx", load_external_data=False).graph.node if n.domain}
+    assert ours == {"DecodeAttention", "ListedAttention"}
+    return folder / "decode.onnx"
 
-    A step that emits a row and one that does not are a graph each. The graphs generate the tokens of the module, each
-    from what it kept itself.
+
+def test_a_step_over_rows_that_all_heads_share_in_two_memories(tmp_path):
+    """A window of the last rows, and rows that each stand for several, of which a list is read and one is emitted."""
+    dims = Dims(dtype=torch.float32)
+    width = dims.N + dims.R
+    torch.manual_seed(0)
+    given = [torch.randn(*shape) for shape in ((2, 1, dims.D), (2, 5, width), (2, 1, width), (2, 4, width))]
+    assert exported_step(rows_of_two_memories.build(dims).eval(), tuple(given), tmp_path / "m").exists()
+
+
+@full("draws")  # of steps, and of the graph that emits no row
+def test_rows_that_all_heads_share_in_two_memories(tmp_path):
+    """A step that emits a row and one that does not are a graph each. The graphs generate the tokens of the module,
+    each from what it kept itself.
     """
     dims = Dims(dtype=torch.float32)
     module, width = rows_of_two_memories.build(dims).eval(), dims.N + dims.R
@@ -239,17 +260,7 @@ def test_rows_that_all_heads_share_in_two_memories(tmp_path):
     graphs = []
     for count in range(rows_of_two_memories.RATE):
         waiting = torch.randn(2, count, width)
-        done = mla_compile.export_onnx(
-            module,
-            tmp_path / str(count),
-            example_inputs=(x, window, waiting, rows),
-            dynamic_shapes=({}, {}, {}, {1: Dim("past", min=4, max=4096)}),
-        )
-        assert done.verification.error < 1e-5
-        decode = tmp_path / str(count) / "decode.onnx"
-        ours = {n.op_type for n in onnx.load(decode, load_external_data=False).graph.node if n.domain}
-        assert ours == {"DecodeAttention", "ListedAttention"}
-        graphs.append(ort.InferenceSession(decode))
+        graphs.append(ort.InferenceSession(exported_step(module, (x, window, waiting, rows), tmp_path / str(count))))
 
     def step(token, kept):
         graph = graphs[kept[1].shape[1]]

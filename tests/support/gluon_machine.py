@@ -315,13 +315,20 @@ class Machine:
         return ampere
 
 
-def interleaved(cases, *often):
+def interleaved(cases, *often, others=()):
     """Parametrizes a test by ``name`` of a case and ``seed`` of an order; cases named in ``often`` show all by default.
 
-    Where one order is shown it is not the same of all cases: their kernels have much in common.
+    Where one order is shown it is not the same of all cases: their kernels have much in common. What ``others`` show is
+    shown by other cases too, in another combination.
     """
+
+    def marks(at, name, seed):
+        if name in others:
+            return full("combination")
+        return () if name in often or seed == at % INTERLEAVINGS else full("draws")
+
     several = [
-        pytest.param(name, seed, marks=() if name in often or seed == at % INTERLEAVINGS else full("draws"))
+        pytest.param(name, seed, marks=marks(at, name, seed))
         for at, name in enumerate(cases)
         for seed in range(INTERLEAVINGS)
     ]

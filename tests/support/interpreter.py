@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 
+@lru_cache(maxsize=1)
 def worker() -> ProcessPoolExecutor:
-    """One process that interprets. Functions and arguments sent to it are pickled by name.
+    """The process that interprets, one for all files. Functions and arguments sent to it are pickled by name.
 
     Skips the test where Triton is missing, or is one whose interpreter does not work with the NumPy at hand.
     """

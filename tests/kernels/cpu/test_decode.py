@@ -121,8 +121,8 @@ def test_lengths_and_windows(lengths: tuple[int, ...] | None, S: int):
     for causal, window in itertools.product((False, True), (0, 1, 37, 4000)):
         case = Case(B=3, S=S, T=300 if S > 1 else 2300, causal=causal, window=window, lengths=lengths, strided=True)
         check(case)
-        mask = torch.rand(3, 1, 1, case.T, generator=torch.Generator().manual_seed(1)) < 0.7
-        check(case, mask)
+        if causal == (window > 0):  # also beside a mask
+            check(case, torch.rand(3, 1, 1, case.T, generator=torch.Generator().manual_seed(1)) < 0.7)
 
 
 @on_each_path

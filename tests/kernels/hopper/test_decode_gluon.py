@@ -34,7 +34,27 @@ def random_case(seed):
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 
-@interleaved(CASES, "splits, some empty", "schedule, odd and even")
+COMBINED = (
+    "one row",
+    "17 rows",
+    "two row blocks",
+    "causal, rows of two tokens",
+    "page 32",
+    "page 96",
+    "not causal",
+    "mask",
+    "mask, capacity",
+    "window of three blocks",
+    "window, not causal",
+    "window, splits",
+    "window, mask",
+    "window, longer than all",
+    "schedule, one partition",
+    "schedule, more than blocks",
+)
+
+
+@interleaved(CASES, "splits, some empty", others=COMBINED)
 def test_every_interleaving_gives_the_reference(name, seed):
     simulate(load(SOURCE), seed, **CASES[name])
 
@@ -43,7 +63,7 @@ FORMS = ({"parts": 4}, {"held": True}, {"parts": 4, "held": True})
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@interleaved(["33 rows of three tokens", "two row blocks", "page 16", "mask", "window, schedule"])
+@interleaved(["33 rows of three tokens", "page 16", "mask"])
 def test_forms_give_the_reference(name, seed, form):
     simulate(load(SOURCE), seed, **CASES[name], **form)
 
@@ -59,7 +79,7 @@ PAIRS = {
 }
 
 
-@interleaved(PAIRS, "schedule")
+@interleaved(PAIRS, others=("pages", "two clusters"))
 def test_two_ctas_that_share_copies_give_the_reference(name, seed):
     simulate(load(SOURCE), seed, ctas=2, **PAIRS[name])
 
@@ -74,12 +94,12 @@ WITHOUT = {
 }
 
 
-@interleaved(WITHOUT, "causal tokens, splits")
+@interleaved(WITHOUT)
 def test_rows_without_rope_give_the_reference(name, seed):
     simulate(load(SOURCE), seed, **WITHOUT[name], **NO_ROPE)
 
 
-@pytest.mark.parametrize("draws", [range(4), *also("draws", range(4, 4 * INTERLEAVINGS))], ids=str)
+@pytest.mark.parametrize("draws", [range(3), *also("draws", range(3, 4 * INTERLEAVINGS))], ids=str)
 def test_random_batches(draws):
     loaded = load(SOURCE)
     for seed in draws:
@@ -129,50 +149,27 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
     "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
-    "even: a block waited for that there is not": (f"{EVEN_WAIT}, older, ", f"{EVEN_WAIT}, True, ", SPLIT),
     "even: the last block not waited for": (OTHERS.format("1, 0", "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
-    "even: the last block's phase is wrong": (
-        OTHERS.format("1, 0", "(used1 + n // 2 + 1) & 1"),
-        OTHERS.format("1, 0", "(used1 + n // 2) & 1"),
-        CASES["ragged"],
-    ),
     "odd: the last block not waited for": (OTHERS.format("0, 1", "(used0 + n // 2) & 1"), "", TAIL),
-    "half freed that was never taken": (
-        "(joint(bars.index(FREE + 2)), pred=older)",
-        "(joint(bars.index(FREE + 2)))",
-        SPLIT,
-    ),
     "tail not zeroed, own block": (ZERO_EVEN, "pass", TAIL),
-    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
     "even: hidden keys of the other's block not zeroed": (ZERO_OTHERS["even"], "pass", MASK),
     "hidden keys scored": ("visible = visible & gl.expand_dims(bits", "_ = gl.expand_dims(bits", MASK),
-    "rows before a window not zeroed": ("& (r >= begin - n)", "& (r >= 0)", WINDOW),
     "a window's first block not zeroed": ("return is_last | (n < begin)", "return is_last", WINDOW),
-    "keys before a window scored": ("visible & (n >= gl.expand_dims(lower, 1))", "visible", WINDOW),
     "window of the wrong token": ("lower = limit - reach + token", "lower = limit - reach", WINDOW),
-    "a window's first block not walked": ("first = begin // BN", "first = (begin + BN - 1) // BN", WINDOW),
     "soft-cap forgotten": ("- 1.0) * softcap", "- 1.0) * softcap * 0.9", CASES["soft-cap"]),
-    "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
     "list of the wrong request": ("n = hi - lo\n", "n = hi - lo\n        listed = work\n", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
-    "no fence after zeroing": (ZEROED, ZEROED.split("    fence")[0] + "\n\n", TAIL),
     "query read before the other half is there": (Q_WAIT, "", SPLIT),
-    "wrong maximum handed on": ("stats.index(1).load(R_S), LOWEST", "stats.index(0).load(R_S), LOWEST", SPLIT),
     "maximum of the last odd block not taken": (TAIL_M, "        sums = sums * a0\n", CASES["page 32"]),
     "phases start again with each item": ("            used0 += (n + 1) // 2\n", "", SCHEDULED),
     "last even block never freed": (FREE_2, "", SCHEDULED),
-    "9 barriers: a part scored before it is there": (PART, f"            if part != 2:\n    {PART}", NINE),
     "9 barriers: two parts count on one": ("bar = loaded(stage, half, part)", "bar = loaded(stage, half, 0)", NINE),
-    "held query: taken before it is there": (Q_WAIT, "", HELD),
     "cluster: rows overwritten that the other CTA reads": (
         "return reshaped(bar, gl.int64, [1], barrier(False, CTAS))",
         "return bar",
         PAIR,
     ),
     "cluster: copies not shared": ("_load(desc, at, bar, tile, multicast=True)", "_load(desc, at, bar, tile)", PAIR),
-    "cluster: every CTA announces": ("mbarrier.expect(bar, size, from_cta=0)", "mbarrier.expect(bar, size)", PAIR),
-    "no rope: one product too few waited for": ("wait(2 * PARTS + ROTARY, ", "wait(2 * PARTS + 1, ", SHARED),
-    "no rope: P read before it is there": (WAIT_P0, "", SHARED),
     "no rope: P written before the last one is applied": (
         ODD_ZERO,
         f"{ODD_ZERO}        if t > 0:\n{EARLY_P}            fence_async_shared()\n",
@@ -219,6 +216,29 @@ MORE_BUGS = {  # of kinds that are among the others, in another place or form of
         HELD,
     ),
     "cluster: rows of another cluster": ("gl.program_id(0) * (ROWS * CTAS)", "gl.program_id(0) * ROWS", CLUSTERS),
+    "even: a block waited for that there is not": (f"{EVEN_WAIT}, older, ", f"{EVEN_WAIT}, True, ", SPLIT),
+    "even: the last block's phase is wrong": (
+        OTHERS.format("1, 0", "(used1 + n // 2 + 1) & 1"),
+        OTHERS.format("1, 0", "(used1 + n // 2) & 1"),
+        CASES["ragged"],
+    ),
+    "half freed that was never taken": (
+        "(joint(bars.index(FREE + 2)), pred=older)",
+        "(joint(bars.index(FREE + 2)))",
+        SPLIT,
+    ),
+    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
+    "rows before a window not zeroed": ("& (r >= begin - n)", "& (r >= 0)", WINDOW),
+    "keys before a window scored": ("visible & (n >= gl.expand_dims(lower, 1))", "visible", WINDOW),
+    "a window's first block not walked": ("first = begin // BN", "first = (begin + BN - 1) // BN", WINDOW),
+    "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
+    "no fence after zeroing": (ZEROED, ZEROED.split("    fence")[0] + "\n\n", TAIL),
+    "9 barriers: a part scored before it is there": (PART, f"            if part != 2:\n    {PART}", NINE),
+    "held query: taken before it is there": (Q_WAIT, "", HELD),
+    "cluster: every CTA announces": ("mbarrier.expect(bar, size, from_cta=0)", "mbarrier.expect(bar, size)", PAIR),
+    "no rope: one product too few waited for": ("wait(2 * PARTS + ROTARY, ", "wait(2 * PARTS + 1, ", SHARED),
+    "no rope: P read before it is there": (WAIT_P0, "", SHARED),
+    "wrong maximum handed on": ("stats.index(1).load(R_S), LOWEST", "stats.index(0).load(R_S), LOWEST", SPLIT),
 }
 
 

@@ -8,21 +8,13 @@ import torch
 
 from mla_compile.kernels.hopper import runner
 from mla_compile.kernels.hopper.step import Box
-from tests.support.tiers import also, full
+from tests.support.tiers import full
 
 
-# tests/benchmarks/test_gpu_offline.py compiles another form by default, and CI every kernel that has changed.
+@full("family")  # tests/benchmarks/test_gpu_offline.py compiles another form, and CI every kernel that has changed
 @pytest.mark.parametrize(
     "label",
-    [
-        "Hopper, bf16, page 64, two layers, list",
-        *also(
-            "family",
-            "Hopper, bf16, page 64, scheduled",
-            "Hopper, bf16, page 16, window",
-            "Hopper, fp8, page 64, window, soft-cap, scale per token",
-        ),
-    ],
+    ["Hopper, bf16, page 64, two layers, list", "Hopper, fp8, page 64, window, soft-cap, scale per token"],
 )
 def test_compiles_for_hopper_within_its_budget(label):
     pytest.importorskip("triton.experimental.gluon")

@@ -10,24 +10,34 @@ import torch
 
 from tests.support import interpreter_cases
 from tests.support.interpreter_cases import FP8, Case, same
+from tests.support.tiers import also
 
 Run = Callable[..., Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@same([Case(splits=n, page=page, least=least) for n in (1, 2, 5, 16) for page, least in ((0, 0), (16, 64))])
+@same(
+    [
+        *(Case(splits=2), Case(splits=5, page=16, least=64), Case(splits=16)),
+        *also("combination", Case(), Case(splits=5)),
+        *also("combination", *(Case(splits=n, page=16, least=64) for n in (1, 2, 16))),
+    ]
+)
 def test_splits(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
 @pytest.mark.singly
 @pytest.mark.parametrize("page", [0, 16])
-@pytest.mark.parametrize("feature", [{}, {"window": 50}, {"sinks": True, "S": 2, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "feature", [{"window": 50}, {"sinks": True, "S": 2, "causal": True}, *also("combination", {})], ids=str
+)
 def test_deterministic(page: int, feature: dict[str, Any], run: Run):
     case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, **feature)
     run(interpreter_cases.alone_and_together, case, (160, 256))
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("dense", [False, True])
 @same(
     [
