@@ -10,6 +10,7 @@ import torch
 
 import mla_compile
 from tests.support import models
+from tests.support.serving import alone, prompts
 
 
 @functools.cache
@@ -24,6 +25,12 @@ def serving(name: str, layers: int | None = None, **options: Any) -> tuple[Any, 
 def served() -> tuple[Any, Any]:
     """One layer, whose weights are folded."""
     return serving("deepseek_v3", layers=1, fold="always", verify=False)
+
+
+@pytest.fixture(scope="session")
+def expected(served: tuple[Any, Any]) -> list[list[int]]:
+    """What ``generate()`` says to each of the prompts."""
+    return [alone(served[0], one) for one in prompts()]
 
 
 @pytest.fixture(autouse=True)

@@ -54,13 +54,6 @@ def statuses(out: Path, section: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The results of ``--dry-run``."""
-    out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    return out, ran(out, "--patience", str(PATIENCE))
-
-
-@pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """The results of a dry run of the cheapest sections in this process, its exit status, and what it printed."""
 
@@ -101,8 +94,10 @@ def test_a_dry_run_checks_and_measures_the_kernels(near):
 
 
 @full("command")
-def test_dry_run_walks_through_every_section(dry):
-    out, done = dry
+def test_a_dry_run_walks_through_every_section_and_the_cheap_part_of_all_comes_first(tmp_path):
+    """Each section says beforehand what it takes."""
+    out = tmp_path / "gpu.json"
+    done = ran(out, "--patience", str(PATIENCE))
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(out.read_text())
     assert data["about"]["gpu"] is None
@@ -117,12 +112,7 @@ def test_dry_run_walks_through_every_section(dry):
     assert "flashinfer is not installed" in kernel["absent"]["flashinfer"]
     assert done.stdout.splitlines()[-1].startswith("written to")
     assert [path.name for path in out.parent.iterdir()] == ["gpu.json"]
-
-
-@full("command")
-def test_each_section_says_beforehand_what_it_takes_and_the_cheap_part_of_all_comes_first(dry):
-    said = [line.split(":")[0] for line in dry[1].stdout.splitlines() if " rows, about " in line]
-    assert said == [
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if " rows, about " in line] == [
         "correctness, first", "floors, first", "kernels, first", "models, first",
         "correctness", "kernels", "onnx", "tests", "consan",
     ]  # fmt: skip

@@ -96,11 +96,8 @@ def test_figures_of_a_config(here):
         assert max(row["error"].values()) < 1e-4
 
 
-@pytest.mark.parametrize("steps", ["told", "run"])
-def test_sizes_as_explain_prints_them(here, monkeypatch, steps):
+def test_sizes_as_explain_prints_them(here):
     """With queries that are not compressed: Q is the width of the model."""
-    if steps == "told":
-        monkeypatch.setattr(bench.Bench, "_build", lambda self: Steps())
     done = call("--dims", "H=3 L=20 R=6 N=12 V=10 Q=40 D=40", "--contexts", "130", *ROW)
     assert done.exit_code == 0, done.output
     assert "with H=3 L=20 R=6 N=12 V=10 Q=40 D=40, fp32, batch 1" in done.stdout

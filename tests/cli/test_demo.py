@@ -97,7 +97,8 @@ def test_what_the_spread_hides_is_no_figure_and_no_digit_is_lost(monkeypatch: py
 
 def test_the_demo_absorbs_every_layer_and_keeps_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """With graphs that run as they are, and the model in place of Inductor's: CI runs the command itself."""
-    monkeypatch.setattr(mla_compile, "optimize", functools.partial(mla_compile.optimize, codegen="eager"))
+    eager = functools.partial(mla_compile.optimize, codegen="eager", verify=False)  # the tokens are compared below
+    monkeypatch.setattr(mla_compile, "optimize", eager)
     trace = torch.compile
 
     @functools.wraps(trace)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mla_compile.cli.app import app
+from mla_compile.onnx.exported import Exported, Verification
+from mla_compile.report.report import Report
 from tests.support import models
+from tests.support.tiers import full
 
 FACTORY = """
 from tests.support import models
@@ -31,15 +35,38 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
+def test_what_is_typed_reaches_the_export_and_its_text_is_shown(here, monkeypatch):
+    """The export itself: tests/onnx/."""
+    asked = {}
+
+    def export(model, directory, **how):
+        asked.update(how, model=type(model).__name__, directory=directory)
+        return Exported(directory, how["profile"], Report(()), Verification(0.0, 1e-4, tokens=9, equal_tokens=9))
+
+    monkeypatch.setattr("mla_compile.cli.export.export_onnx", export)
+    typed = ("--profile", "inplace", "--no-prefill", "--dtype", "float16", "--fold", "never", "--no-verify")
+    done = call("export", "python:my_models:make", "model", *typed, "--sparse", "never")
+    assert done.exit_code == 0, done.output
+    del asked["progress"]
+    assert asked == {
+        "model": "MiniCPM3ForCausalLM", "directory": Path("model"), "profile": "inplace", "prefill": False,
+        "dtype": "float16", "fold": "never", "sparse": "never", "verify": False, "overwrite": False,
+    }  # fmt: skip
+    assert "profile inplace\n" in done.stdout
+    assert "greedy tokens equal" in done.stdout
+    assert "written to model" in done.stdout
+
+
+@full("command")
 def test_export_and_run(here):
     """A model of a Python function, exported and run on the tokens it would generate itself."""
     done = call("export", "python:my_models:make", "model", "--profile", "inplace", "--no-prefill")
     assert done.exit_code == 0, done.output
     assert "greedy tokens equal" in done.stdout
     inputs = models.prompt(1, 9, 0)
-    expected, _ = models.greedy(models.build("minicpm3", num_hidden_layers=1), inputs, 12)
+    expected, _ = models.greedy(models.build("minicpm3", num_hidden_layers=1), inputs, 6)
     ids = ",".join(map(str, inputs["input_ids"][0].tolist()))
-    ran = call("run", "model", "--prompt-ids", ids, "--max-new-tokens", "12", "--provider", "cpu")
+    ran = call("run", "model", "--prompt-ids", ids, "--max-new-tokens", "6", "--provider", "cpu")
     assert ran.exit_code == 0, ran.output
     assert [int(t) for t in ran.stdout.split()] == expected[0].tolist()
 

@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import onnx_ir
 import pytest
 from torch._inductor import config as inductor_config
 from typer.testing import CliRunner
@@ -14,7 +15,11 @@ from typer.testing import CliRunner
 import mla_compile
 from mla_compile.cli.app import app
 from mla_compile.cli.common import EXIT_CODES
-from tests.support import onnx_toy
+from mla_compile.models.survey import Survey
+from mla_compile.report.report import Report
+from mla_compile.workbench import bench
+from tests.support import facts, onnx_toy
+from tests.support.tiers import also
 
 GROUPED = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1,
@@ -97,7 +102,7 @@ def refused(arguments, code=2) -> str:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("command", WITH_A_SOURCE)
+@pytest.mark.parametrize("command", ["explain", "bench", "export", "run", *also("combination", "plan")])
 def test_a_source_that_is_none(here, command, kind):
     source = "given.json"
     if SOURCES[kind] is not None:
@@ -121,7 +126,12 @@ def test_absurd_numbers(here, command, option):
 
 
 @pytest.mark.parametrize("command", ["bench", "export"])
-def test_a_model_of_another_family_is_an_answer(here, command):
+def test_a_model_of_another_family_is_an_answer(here, monkeypatch, command):
+    """Without the survey, which the tests of ``explain`` run, and the translation of a graph that is not written."""
+    surveyed = Survey(facts.GROUPED, Report(()))
+    monkeypatch.setattr(bench, "survey_config", lambda config, dtype: surveyed)
+    nothing = onnx_ir.Model(onnx_ir.Graph([], [], nodes=[]), ir_version=10)
+    monkeypatch.setattr("mla_compile.onnx.convert._to_onnx", lambda program, opset: nothing)
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, *COMMANDS[command]])
     assert done.exit_code == 1, done.output
     assert isinstance(done.exception, SystemExit)
@@ -192,7 +202,11 @@ def test_no_memory_and_an_interruption_end_a_command(here, monkeypatch):
         assert text in refused(["demo"], code)
 
 
-def test_what_compares_with_inductor_needs_its_compiler(here):
+def test_what_compares_with_inductor_needs_its_compiler(here, monkeypatch):
+    monkeypatch.setattr(
+        "mla_compile.cli.bench.subject",
+        lambda config, notes, settings: bench.Subject(config, facts.V3, settings, notes),
+    )
     with inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         assert "install g++, or name one in CXX" in refused(["demo"])
         assert "install g++, or name one in CXX" in refused(["bench", "--dims", "H=2 L=24 R=8 N=12 V=10 D=32"])
@@ -200,6 +214,7 @@ def test_what_compares_with_inductor_needs_its_compiler(here):
 
 def test_output_that_cannot_be_written(here, monkeypatch):
     """A full disk is told; a reader who has enough, such as head, is none of our business."""
+    monkeypatch.setattr("mla_compile.cli.plan.survey", lambda *_: Survey(facts.GROUPED, Report(())))
     for error, code, text in (
         (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),

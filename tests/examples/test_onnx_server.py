@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support import onnx_toy as toy
+from tests.support.tiers import full
 
 if TYPE_CHECKING:  # onnxruntime and fastapi are imported by the tests that run
     from fastapi.testclient import TestClient
@@ -293,6 +294,12 @@ def test_shutting_down_answers_those_who_wait(session: Session):
 
 
 def test_main_says_what_is_wrong_with_a_model(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"^error: .*mla_compile\.json is missing"):
+        _server().main(tmp_path)
+
+
+@full("command")
+def test_the_program_says_what_is_wrong_with_a_model(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}  # of a checkout that is not installed
     out = subprocess.run(
         [sys.executable, EXAMPLE, tmp_path], env=environment, capture_output=True, text=True, check=False

@@ -9,6 +9,7 @@ import pytest
 
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.weights import weights_of
+from tests.support.tiers import also
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 
@@ -30,7 +31,11 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# By default one of each way to count: experts of several kinds or none, rows that heads share, a part of a config.
+DEFAULT = ("deepseek-v2-lite", "deepseek-v4-flash", "glm-4.7-flash", "longcat-flash", "minicpm3-4b", "mistral-small-4")
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *also("family", *(name for name in PUBLISHED if name not in DEFAULT))])
 def test_weights_of_the_published_configs(name):
     """The models built from the configs have as many parameters as their makers say, in all and per token."""
     total, within, active, active_within = PUBLISHED[name]

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ("-m", "mla_compile", "serve")
 SMALL = ("--codegen", "eager", "--block-size", "16", "--num-blocks", "32", "--max-num-seqs", "8")
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND)
-TRIES = int(os.environ.get("MLA_SERVER_STOPS", "2"))
+TRIES = int(os.environ.get("MLA_SERVER_STOPS", "1"))
 REQUESTS = int(os.environ.get("MLA_SERVER_REQUESTS", "1000"))
 
 
@@ -68,8 +68,33 @@ def test_from_nothing_to_ready_and_to_its_end(folder, model):
     with started(*COMMAND, str(folder), *SMALL, "--served-model-name", "tiny") as (process, address):
         assert ready(address)[-2:] == [503, 200]
         assert complete(address, "w7 w8") == alone(model, "w7 w8", 6)
+        requests_with_the_id_of_others(process, address, model)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
+
+
+def requests_with_the_id_of_others(process, address, model):
+    """Half of the clients repeat an id, stream, or leave; the others get what ``generate()`` says, and memory stays."""
+    want = [alone(model, f"w{n} w6", 12) for n in range(8)]
+    memory, marks, wrong = psutil.Process(process.pid).memory_info, list[int](), list[object]()
+
+    def ask(number: int) -> None:
+        if number % (REQUESTS // 4) == 0:
+            marks.append(memory().rss)
+        if number % 2:
+            said = complete(address, f"w{number % 8} w6", 12)
+            wrong.extend([said] if said != want[number % 8] else [])
+            return
+        body = {"prompt": "w9 " * (number % 40 + 1), "max_tokens": number % 30 + 1, "stream": number % 3 == 0}
+        with suppress(requests.exceptions.RequestException):
+            timeout = 0.02 if number % 5 == 0 else 60
+            requests.post(f"{address}/v1/completions", json=body, headers={"x-request-id": "same"}, timeout=timeout)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(REQUESTS)))
+    assert not wrong
+    assert memory().rss - marks[1] < 16 << 20
+    assert requests.get(f"{address}/health", timeout=60).status_code == 200
 
 
 @full("command")
@@ -146,54 +171,32 @@ def test_the_example(folder, model):
 
 
 @full("command")
-@pytest.mark.parametrize("how", [(), ("-dcp", "2"), ("-tp", "1", "-dcp", "2")], ids=["heads", "heads and rows", "rows"])
-def test_ranks(folder, model, how):
+@pytest.mark.parametrize("how", [("-dcp", "2"), ("-tp", "1", "-dcp", "2")], ids=["heads and rows", "rows"])
+def test_ranks_that_share_a_cache(folder, model, how):
     """The tokens of one process; what has no seed is drawn alike on all ranks; SIGTERM ends them together."""
     with started(*RANKS, str(folder), *SMALL, *how) as (process, address):
-        assert ready(address)[-1] == 200
-        prompts = [words(n, seed=n) for n in (5, 20, 1, 33)]
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda prompt: complete(address, prompt), prompts))
-        assert found == [alone(model, prompt, 6) for prompt in prompts]
-        assert len({tuple(complete(address, "w5", 6, temperature=2.0)) for _ in range(3)}) > 1
-        assert len({tuple(complete(address, "w5", 6, temperature=2.0, seed=7)) for _ in range(3)}) == 1
+        answers_of_one_process(address, model)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 1, "torchrun's own"
 
 
+def answers_of_one_process(address, model):
+    assert ready(address)[-1] == 200
+    prompts = [words(n, seed=n) for n in (5, 20, 1, 33)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: complete(address, prompt), prompts))
+    assert found == [alone(model, prompt, 6) for prompt in prompts]
+    assert len({tuple(complete(address, "w5", 6, temperature=2.0)) for _ in range(3)}) > 1
+    assert len({tuple(complete(address, "w5", 6, temperature=2.0, seed=7)) for _ in range(3)}) == 1
+
+
 @full("command")
-def test_a_rank_that_dies_ends_the_others(folder):
+def test_ranks(folder, model):
+    """Each of them has half of the heads; one that dies ends the others."""
     with started(*RANKS, str(folder), *SMALL) as (process, address):
-        ready(address)
+        answers_of_one_process(address, model)
         ranks = psutil.Process(process.pid).children(recursive=True)
         second = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
         second.kill()
         assert process.wait(timeout=60) == 1
         assert not any(rank.is_running() for rank in ranks)
-
-
-@full("command")
-def test_requests_with_the_id_of_others(folder, model):
-    """Half of the clients repeat an id, stream, or leave; the others get what ``generate()`` says, and memory stays."""
-    with started(*COMMAND, str(folder), *SMALL) as (process, address):
-        ready(address)
-        want = [alone(model, f"w{n} w6", 12) for n in range(8)]
-        memory, marks, wrong = psutil.Process(process.pid).memory_info, list[int](), list[object]()
-
-        def ask(number: int) -> None:
-            if number % (REQUESTS // 4) == 0:
-                marks.append(memory().rss)
-            if number % 2:
-                said = complete(address, f"w{number % 8} w6", 12)
-                wrong.extend([said] if said != want[number % 8] else [])
-                return
-            body = {"prompt": "w9 " * (number % 40 + 1), "max_tokens": number % 30 + 1, "stream": number % 3 == 0}
-            with suppress(requests.exceptions.RequestException):
-                timeout = 0.02 if number % 5 == 0 else 60
-                requests.post(f"{address}/v1/completions", json=body, headers={"x-request-id": "same"}, timeout=timeout)
-
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(ask, range(REQUESTS)))
-        assert not wrong
-        assert memory().rss - marks[1] < 16 << 20
-        assert requests.get(f"{address}/health", timeout=60).status_code == 200
