@@ -48,7 +48,7 @@ def _runs(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "examples").symlink_to(ROOT / "examples")
     return subprocess.run(
         [*PROGRAMS[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=1800, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1", "TORCH_LOGS": "mla_compile"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1"},
     )  # fmt: skip
 
 
