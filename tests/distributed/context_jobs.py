@@ -78,11 +78,13 @@ def _of_attention(counter: FlopCounterMode) -> int:
     return counter.get_flop_counts()["Global"].get(torch.ops.mla_compile.decode_attention, 0)
 
 
-def shared_context(rank: int, family: str, layers: int, steps: int, how: str, heads: int) -> dict[str, Any]:
-    """Generates with a cache that ranks share, and with one process."""
+def shared_context(
+    rank: int, family: str, layers: int, steps: int, how: str, heads: int, refused: bool
+) -> dict[str, Any]:
+    """Generates with a cache that ranks share, and with one process; then what is ``refused`` of that cache."""
     sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     whole = models.build(family, **sizes)
-    tokens, logits = generated(whole, steps)
+    tokens, logits, all_rows = generated_with_cache(whole, steps)
     fast, _ = with_context(whole, how)
     with counted(FlopCounterMode.get_total_flops) as (graphs, flops):
         ours, numbers, cache = generated_with_cache(fast, steps)
@@ -93,9 +95,10 @@ def shared_context(rank: int, family: str, layers: int, steps: int, how: str, he
         "codes": sorted({str(s.code) for s in fast.mla_report.sites}),
         "shown": {row.shape[-2] for row in rows},
         "values": sum(row.local[:, :, : row.sharing.owned(row.shape[-2])].numel() for row in rows) / len(cache.layers),
-        # Of two steps that are 8 tokens apart, attention over these is what differs.
-        "flops": (flops[-1] - flops[-9]) / 8 / 2 / len(cache.layers),
+        # Of two steps that are 4 tokens apart, attention over these is what differs.
+        "flops": (flops[-1] - flops[-5]) / 4 / 2 / len(cache.layers),
         "received": received_bytes(graphs[-1]),
+        "refused": what_is_refused(rank, models.build(family, **sizes), cache, all_rows) if refused else {},
     }
 
 
@@ -347,14 +350,12 @@ def gathered_in_steps(rank: int) -> dict[str, Any]:
     return {"tokens": torch.equal(ours, tokens), "said": said_in(caught), "held": cache.layers[0].keys.local.shape[2]}
 
 
-def what_is_refused(rank: int) -> dict[str, str]:
-    """What is raised where rows of other ranks would be needed, and for meshes that cannot share."""
-    whole = small()
-    fast, over = with_context(whole, "copies")
-    other = mla_compile.optimize(whole, **EAGER)
-    cache, all_rows = (transformers.DynamicCache(config=whole.config) for _ in range(2))
-    generated(fast, 2, past_key_values=cache)
-    generated(whole, 2, past_key_values=all_rows)
+def what_is_refused(rank: int, whole: Any, cache: Any, all_rows: Any) -> dict[str, str]:
+    """What is raised where rows of other ranks would be needed, and for meshes that cannot share.
+
+    ``cache`` is one that ranks share, and ``all_rows`` that of one process.
+    """
+    over, other = mesh(), mla_compile.optimize(whole, **EAGER)
     rows, expected = cache.layers[0].keys, all_rows.layers[0].keys
     assert torch.allclose(rows.full_tensor(), expected, rtol=1e-4, atol=1e-5)
     step = {"input_ids": torch.tensor([[5], [6]]), "past_key_values": cache}
@@ -392,7 +393,7 @@ def another_mesh(rank: int) -> str:
     whole = small()
     fast, _ = with_context(whole, "grid")
     cache = transformers.DynamicCache(config=whole.config)
-    generated(fast, 2, past_key_values=cache)
+    generated(fast, 1, past_key_values=cache)
     four, _ = with_context(small(), "copies")
     try:
         with torch.no_grad():

@@ -41,7 +41,6 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
             "family",
             (2, "deepseek_v3", "copies", True),
             (2, "minicpm3", "copies", True),
-            (2, "minicpm3", "heads", True),
             (2, "deepseek_v32", "heads", True),
             (4, "deepseek_v2", "grid", True),
         ),

@@ -91,11 +91,12 @@ def calls(layers: int, **options: object) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
-    sys.setprofile(counted)
+    before = sys.gettrace()
+    sys.settrace(counted)  # which is told of calls of Python alone: sys.setprofile is told of those of C, too
     try:
         report = pipeline.run(program, Options.parse({"forms": "absorbed", **options}), own_cache=True).report
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
     assert len(report.sites) == layers
     assert report.absorbed == (layers if options["cache"] == "latent" else 0)
     return count

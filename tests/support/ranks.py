@@ -19,7 +19,10 @@ from mla_compile import backend
 
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3", "mla_compile.dynamo.compiler", "tests.support.models",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3", "mla_compile.dynamo.compiler", "mla_compile.api",
+    "tests.support.models",
+    # What the first graph of a process imports.
+    "torch._dynamo.debug_utils", "torch._dynamo.repro.after_dynamo", "torch.export._trace", "sympy.physics.units",
 ]  # fmt: skip
 GROUP_S = 300
 """How long a rank waits for the others in a collective (s)."""

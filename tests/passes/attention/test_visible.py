@@ -29,7 +29,7 @@ def told(make, S, *given, attend=sdpa, other=(), plain=False):
     """What the operator is told instead of ``make(S, *given)``: mask, lengths, causal and window.
 
     ``other``: further values of ``given`` for which the rewritten attention has to be what the original is.
-    ``plain``: its numbers in plain ATen, too.
+    ``plain``: its numbers in plain ATen, too, and by the check of the pipeline, which compares them as is done here.
     """
 
     def fn(q, c, *rest):
@@ -40,7 +40,7 @@ def told(make, S, *given, attend=sdpa, other=(), plain=False):
     q, c = seeded(B, H, S, N), seeded(B, T, L)
     weights = [seeded(H * N, L, seed=3), seeded(H * V, L, seed=4)]
     program = trace(fn, [q, c, *given], weights)
-    outcome = optimized(program, forms="absorbed", lowering="op", verify=True, strict=True)
+    outcome = optimized(program, forms="absorbed", lowering="op", verify=plain, strict=True)
     assert codes(outcome) == [Code.ABSORBED]
     outcomes = [outcome, *([optimized(program, forms="absorbed", lowering="aten")] if plain else [])]
     for values in (given, *other):
@@ -96,7 +96,10 @@ CAUSAL = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "doubled"])
+SELDOM = ("compared the other way", "not later", "where", "filled", "with ones", "a difference")
+
+
+@pytest.mark.parametrize("name", usual([name for name in CAUSAL if name != "doubled"], rare=SELDOM))
 def test_causal(name):
     assert told(CAUSAL[name], 3, plain=name == "compared") == (None, False, True, 0)
 

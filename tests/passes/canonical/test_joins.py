@@ -73,16 +73,16 @@ def data(new, **options):
 @pytest.mark.parametrize(
     ("made", "options"),
     [
-        (Apart.plain, {}),
-        (Apart.plain, {"new": (1,)}),
-        (Apart.plain, {"up": "block", "bias": True}),
-        (twice_projected, {"up": "two"}),
         (tokens_first, {"dim": 1, "up": "einsum"}),
         (scaled, {"up": "param", "bias": True}),
         (Apart.plain, {"share": "assign"}),
         (Apart.plain, {"new": (1, 3), "nested": True}),
         *also(
             "combination",
+            (Apart.plain, {}),
+            (Apart.plain, {"new": (1,)}),
+            (Apart.plain, {"up": "block", "bias": True}),
+            (twice_projected, {"up": "two"}),
             (Apart.plain, {"new": (1, 3)}),
             (Apart.plain, {"new": (3, 1), "share": "assign", "order": "rope_nope"}),
             (Apart.plain, {"up": "lora", "share": "interleave"}),

@@ -10,9 +10,23 @@ from torch import nn
 import mla_compile
 from mla_compile.codes import Code
 from mla_compile.passes.canonical.softmax import write_softmax
-from tests.support.modules import MLA, WRITTEN_OUT, H, N, V, bmm, exponentials, heads_last, inputs, matmul, padded
+from tests.support.modules import (
+    MLA,
+    H,
+    N,
+    V,
+    bmm,
+    exponentials,
+    exponentials_by_max,
+    heads_last,
+    inputs,
+    log_sum_exp,
+    matmul,
+    padded,
+)
 from tests.support.programs import absorbed, calls, codes, export, optimized, refused, run, seeded
 from tests.support.tiers import also
+from tests.support.usual import usual
 
 
 class Written(MLA):
@@ -26,7 +40,7 @@ class Written(MLA):
 
 @pytest.mark.singly
 @pytest.mark.parametrize("S", [3, 1])
-@pytest.mark.parametrize("core", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+@pytest.mark.parametrize("core", [exponentials_by_max, log_sum_exp, *also("combination", exponentials)])
 def test_a_softmax_written_out_is_absorbed(core, S):
     absorbed(Written(core), [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
 
@@ -86,7 +100,9 @@ OTHER_WORDS = {
 @pytest.mark.singly
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("S", [3, 1])
-@pytest.mark.parametrize("core", OTHER_WORDS.values(), ids=OTHER_WORDS)
+@pytest.mark.parametrize(
+    "core", usual(OTHER_WORDS.values(), rare=(divided_last, no_mask_in_the_product)), ids=lambda f: f.__name__
+)
 def test_cores_in_other_words_are_absorbed(core, S, bias):
     module = Written(core)
     module.b = torch.nn.Parameter(seeded(H * (N + V), seed=8)) if bias else None

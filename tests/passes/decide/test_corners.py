@@ -8,6 +8,7 @@ import torch
 from mla_compile.codes import Code
 from tests.support.modules import MLA, H, N, R, causal, inputs
 from tests.support.programs import absorbed, assert_equal, export, optimized, refused, seeded
+from tests.support.usual import usual
 
 
 def test_values_summed_over_the_queries():
@@ -84,7 +85,9 @@ BETWEEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("core", BETWEEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "core", usual(BETWEEN, rare=(a_number_added, something_added_to_the_probabilities)), ids=lambda f: f.__name__
+)
 def test_between_the_products(core):
     class Own(MLA):
         def attend(self, q, k, v, mask):

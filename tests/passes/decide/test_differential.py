@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
 from tests.support.programs import decide, seeded
+from tests.support.usual import usual
 
 B, H, S, T, L, N, V = 2, 3, 2, 11, 12, 6, 5
 
@@ -59,7 +60,7 @@ def inputs():
     return [seeded(B, 2 * H, S, N, seed=1), seeded(B, T, L, seed=2), seeded(B, T, 2, seed=3)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual(FORMS, rare=(added, in_one)))
 def test_both_products_are_rewritten(form):
     program, outcome = decide(form, inputs(), *FORMS[form], verify=True)
     (site,) = outcome.report.sites

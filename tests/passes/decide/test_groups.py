@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from mla_compile.codes import Code
 from tests.support.programs import decide, seeded
 from tests.support.tiers import also
+from tests.support.usual import usual
 
 B, G, H, S, T, L, N, R, V = 2, 4, 3, 1, 9, 12, 6, 4, 5
 
@@ -54,7 +55,7 @@ def groups_add_a_shared_key(q, c, r, w_k, w_v, mask):
 FORMS = (einsum, matmul, masked, written_out, groups_share_a_rotary_key, groups_add_a_shared_key)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual(FORMS, rare=(einsum,)))
 @pytest.mark.parametrize("batch", [B, *also("combination", 1)])
 def test_a_group_is_a_batch_entry(form, batch, monkeypatch):
     monkeypatch.setitem(globals(), "B", batch)

@@ -12,6 +12,7 @@ import mla_compile
 from mla_compile.codes import Code
 from tests.support.modules import MLA, H, L, N, V, inputs
 from tests.support.programs import absorbed, codes, export, optimized, refused, run, seeded
+from tests.support.usual import usual
 
 B, T = 2, 7
 POSITION, UNKNOWN, MIXED = Code.POSITION_DEPENDENT, Code.UNSUPPORTED_OP, Code.TOKEN_MIXING
@@ -78,6 +79,7 @@ class Computed(MLA):
         return self.finish(self.attend(self.query(x), k, self.project(c, w) if self.sides == 2 else v, None), x)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.parametrize("how", PROJECTIONS)
 def test_a_weight_that_is_multiplied_by_an_input(how, sides):
@@ -265,7 +267,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", usual(READS, ("the length behind moves", "values")))
 def test_the_length_of_keys_that_are_joined_from_two_rows(name):
     """The mask of one query from the first key counts the keys behind the join, which does not need their values."""
     more, expected = READS[name]

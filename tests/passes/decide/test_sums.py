@@ -11,6 +11,7 @@ from mla_compile.codes import Code
 from mla_compile.passes.ir.graph import val
 from tests.support.programs import decide, optimized, seeded, trace
 from tests.support.tiers import also
+from tests.support.usual import usual
 
 B, H, T, L, M, N, V = 2, 3, 9, 12, 7, 6, 5  # M: width of the second rows
 
@@ -93,11 +94,23 @@ FORMS = {
 }
 
 
+UNLIKE = (
+    shared_key_of_the_same_rows_added,
+    shared_key_taken_off_first,
+    values_of_the_second_alone_and_keys_of_two,
+    both_of_two_and_a_rotary_key,
+    a_sum_beside_a_rotary_key,
+    three_and_biases,
+    projected_again,
+)
+"""Forms that have all parts of the others."""
+
+
 def rows():
     return [seeded(B, T, width, seed=width) for width in (L, M, N)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual(FORMS, UNLIKE))
 @pytest.mark.parametrize("S", [1, *also("combination", 3)])
 def test_a_sum_is_an_image_of_joined_rows(form, S):
     inputs = [seeded(B, H, S, N, seed=3), *rows()]
@@ -166,7 +179,7 @@ SUMS_READ = {
 @pytest.mark.parametrize(
     "cuts", [(first,), (last,), (selected,), (first, last)], ids=lambda c: "-".join(f.__name__ for f in c)
 )
-@pytest.mark.parametrize("of", SUMS_READ)
+@pytest.mark.parametrize("of", usual(SUMS_READ, ("joint", "taken off", "three", "two factors", "a row of all heads")))
 def test_tokens_of_a_sum_that_are_read_beside_are_made_alone(of, cuts):
     form, shapes = read_beside(SUMS_READ[of], *cuts), (W_K, W_V, U_V)
     inputs = [seeded(B, H, 1, N, seed=3), *rows()]
@@ -208,7 +221,7 @@ def test_columns_of_a_sum_that_are_returned_are_made_alone():
     assert made.count(H * N) == 2, made
 
 
-@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("S", [1, *also("combination", 2)])
 def test_tokens_of_a_sum_in_half_precision_are_what_they_were(S):
     """Two products, each rounded and then added, as before."""
 
@@ -270,7 +283,7 @@ STAYING = {  # along the columns; from what the weight makes
 }
 
 
-@pytest.mark.parametrize("gate", [*GATES, *STAYING])
+@pytest.mark.parametrize("gate", usual([*GATES, *STAYING], rare=("before", "of the sequence")))
 def test_a_factor_for_each_row_moves_before_the_weight(gate):
     inputs = [seeded(B, H, 1, N, seed=3), *rows()]
     shapes = (W_K, W_V, (L, 2), (2, H * N))

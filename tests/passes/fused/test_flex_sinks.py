@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import pytest
@@ -15,10 +16,17 @@ from mla_compile.codes import Code
 from tests.support.modules import MLA, inputs
 from tests.support.programs import OP, assert_equal, calls, codes, error, export, optimized, run, seeded
 from tests.support.tiers import also
+from tests.support.usual import usual
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:return_lse is deprecated")]
 
 B, H, T, W = 2, 3, 7, 8
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch):
+    """Dynamo takes as long for each call as the test; without tensors in a score_mod, the graph is the same."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def given(queries, dtype=torch.float64):
@@ -62,9 +70,15 @@ class Sinks(nn.Module):
         return self.factor(out, aux if torch.is_tensor(aux) else aux.lse, self.sinks)
 
 
-def attended(module, x, tolerance=1e-6):
+@functools.cache
+def of_one_query():
+    """The program of the usual factor, for all tests of it: the pipeline leaves what it is given as it is."""
+    return export(Sinks(renormalized), given(1))
+
+
+def attended(module, x, program=None, tolerance=1e-6):
     """The operator alone computes what the module does, up to the float32 in which torch returns its sums."""
-    done = optimized(export(module, x), lowering="op", verify=True)
+    done = optimized(program or export(module, x), lowering="op", verify=True)
     assert [site.code for site in done.report.sites] == [Code.SHARED_ROWS]
     found = calls(done.program)
     assert (found.count(OP), done.fused) == (1, 1)
@@ -74,9 +88,13 @@ def attended(module, x, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("queries", [1, *also("combination", 3)])
-@pytest.mark.parametrize("name", [*[*FACTORS][:4], *also("combination", *[*FACTORS][4:])])
+@pytest.mark.parametrize(
+    "name", usual(FACTORS, ("exp(lse - logsumexp([lse, sink]))", "heads and features in one axis"))
+)
 def test_rows_that_all_heads_share(name, queries):
-    attended(Sinks(FACTORS[name]), given(queries))
+    """The other factors beside softmaxes that are written out: tests/passes/canonical/test_row_factors.py."""
+    usual_one = queries == 1 and FACTORS[name] is renormalized
+    attended(Sinks(FACTORS[name]), given(queries), of_one_query() if usual_one else None)
 
 
 def causal(b, h, i, j):
@@ -92,7 +110,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", usual(HOW, ("groups", "a query that sees no key")))
 def test_every_way_to_call_it(name):
     attended(Sinks(renormalized, **HOW[name]), given(3))
 
@@ -120,19 +138,24 @@ class Latent(MLA):
         return renormalized(out, aux.lse, self.sinks)
 
 
-def test_a_latent_is_absorbed():
-    program = export(Latent(), inputs(S=3))
-    done = optimized(program, forms="absorbed", lowering="op")
+@pytest.fixture(scope="module")
+def latent():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        return export(Latent(), inputs(S=3))
+
+
+def test_a_latent_is_absorbed(latent):
+    done = optimized(latent, forms="absorbed", lowering="op")
     assert codes(done) == [Code.ABSORBED]
     assert calls(done.program).count(OP) == 1
     with torch.no_grad():
         assert error(run(done.program, *inputs(S=3))[0], Latent()(*inputs(S=3))) < 1e-6
 
 
-def test_what_is_not_absorbed_stays():
+def test_what_is_not_absorbed_stays(latent):
     """The call, with its second result and the factor."""
-    program = export(Latent(), inputs(S=3))
-    done = optimized(program, forms="expanded")
+    done = optimized(latent, forms="expanded")
     assert codes(done) == [Code.FORMS_EXPANDED]
     found = calls(done.program)
     assert (found.count("flex_attention"), "softmax.int" in found, "exp.default" in found) == (1, False, True)
@@ -158,7 +181,9 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", [*[*STAY][:5], *also("combination", *[*STAY][5:])])
+@pytest.mark.parametrize(
+    "name", usual(STAY, ("the sum is read besides", "the output is read besides", "sums of another head"))
+)
 def test_what_is_no_sink_stays(name):
     module, x = Sinks(STAY[name]), given(H)  # as many queries as heads
     done = optimized(export(module, x), lowering="op")
@@ -171,7 +196,7 @@ def test_what_is_no_sink_stays(name):
 
 def test_greatest_scores_stay():
     """On a GPU the operator returns them as its third result; a CPU cannot export that."""
-    program = export(Sinks(renormalized), given(1))
+    program = of_one_query().copy()
     (_, second) = (n for n in program.gm.graph.nodes if n.target is operator.getitem)
     second.args = (second.args[0], 2)
     done = optimized(program, lowering="op", verify=False)
