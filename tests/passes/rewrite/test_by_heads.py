@@ -55,7 +55,7 @@ def test_every_way_to_write_an_attention(core):
 
 @pytest.mark.parametrize(
     "up",
-    ["int8", "per_head", *also("combination", "block", "einsum", "joint", "lora", "merged", "two", "param")],
+    ["int8", "block", *also("combination", "per_head", "einsum", "joint", "lora", "merged", "two", "param")],
 )
 def test_every_way_to_write_the_up_projection(up):
     grouped(MLA(up=up, core="matmul", bias=up != "int8"), inputs(S=5))
