@@ -83,7 +83,8 @@ def test_writes_in_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales(kind: str) -> None:
+@pytest.mark.parametrize("part", [0, *also("draws", 1)])
+def test_scales(part: int, kind: str) -> None:
     """A share of the mutants in each kind; ``MLA_ADVERSARY_CASES`` of 1000 and more: all of them."""
     plain = check_scales(kind, {})
     assert plain is not None
@@ -92,7 +93,7 @@ def test_scales(kind: str) -> None:
 
     def drawn(name: str) -> bool:
         draw = zlib.crc32(name.encode())
-        return draw % len(KINDS) == of and (name in PARTICULAR or draw // len(KINDS) % 6 == 0)
+        return draw % len(KINDS) == of and draw // len(KINDS) % (2 if name in PARTICULAR else 12) == part
 
     names = [name for name in MUTANTS if COUNT >= 1000 or drawn(name)]
     check_each(names, lambda name: check_scales(kind, MUTANTS[name]))

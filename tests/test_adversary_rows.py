@@ -16,6 +16,7 @@ from tests.adversary.mutations import MUTATIONS
 from tests.adversary.places import Edit, apply, edges
 from tests.adversary.shared import STEPS, base_of, checked, mutant, pool
 from tests.support.generated_rows import RowsCase
+from tests.support.tiers import also
 
 COUNT = int(os.environ.get("MLA_ADVERSARY_ROWS", "24"))
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
@@ -25,10 +26,11 @@ TRIES = 20
 pytestmark = pytest.mark.usefixtures("native_kernel")
 
 
-def test_mutants() -> None:
+@pytest.mark.parametrize("count", [COUNT // 2, *also("draws", COUNT)])
+def test_mutants(count: int) -> None:
     rng = random.Random(SEED)
     bases = pool(BASES, 1000 * SEED)
-    reports = check_mutants(COUNT, TRIES * COUNT, lambda: mutant(rng.choice(bases), MUTATIONS[rng.choice(STEPS)], rng))
+    reports = check_mutants(count, TRIES * count, lambda: mutant(rng.choice(bases), MUTATIONS[rng.choice(STEPS)], rng))
     codes = {site.code for report in reports for site in report.sites}
     assert Code.SHARED_ROWS in codes
     assert len(codes) > 1

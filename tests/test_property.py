@@ -1,7 +1,7 @@
 """Generated MLA modules: whatever is done to them, the numbers stay; legal ones decode absorbed, illegal ones are left.
 
 Every case runs a prefill and some decode steps and is compared, step by step, with the same module in float64 in eager
-mode. ``MLA_PROPERTY_CASES`` sets how many cases all tiers draw (60 by default) and ``MLA_PROPERTY_SEED`` draws others:
+mode. ``MLA_PROPERTY_CASES`` sets how many cases all tiers draw (40 by default) and ``MLA_PROPERTY_SEED`` draws others:
 ``MLA_PROPERTY_CASES=10000 MLA_PROPERTY_SEED=1 pytest -n 2 -m "" tests/test_property.py``.
 """
 
@@ -22,9 +22,9 @@ from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case, cases, check_each, drawn
 from tests.support.tiers import also
 
-CASES = int(os.environ.get("MLA_PROPERTY_CASES", "60"))
+CASES = int(os.environ.get("MLA_PROPERTY_CASES", "40"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 15  # tests that share the cases between them, of which the default tier runs one
+PARTS = 20  # tests that share the cases between them, of which the default tier runs one
 
 # Largest error relative to the largest value. Below float64 a rewrite may not be much worse than eager is.
 EXACT = 1e-9
@@ -102,7 +102,10 @@ FOUND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*FOUND[::3], *also("draws", *(one for i, one in enumerate(FOUND) if i % 3))])
+BY_DEFAULT = (0, 6, 9)  # a softmax after keys of one token, rows wider than all keys, a source that only steps carry
+
+
+@pytest.mark.parametrize("case", [one if i in BY_DEFAULT else also("draws", one)[0] for i, one in enumerate(FOUND)])
 def test_cases_that_longer_runs_found(case: Case) -> None:
     check(case)
 

@@ -50,6 +50,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("door", ["optimize", "compile"])
 @pytest.mark.parametrize("name", FOUND)
 def test_cases_that_failed(name: str, door: str) -> None:

@@ -25,7 +25,7 @@ from tests.support.tiers import also
 
 CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 4
+PARTS = 8
 ALLOWED, ULP = 1.5, 2  # as in the check of a site: errors of the original, and units in the last place
 OUTLIER = 10  # of the largest error, which is that of a single row
 

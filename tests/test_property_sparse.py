@@ -1,6 +1,6 @@
 """Generated attentions with an indexer: the numbers of the original, and rows of the listed keys where that is legal.
 
-``MLA_PROPERTY_SPARSE`` sets how many cases are drawn (12 by default) and ``MLA_PROPERTY_SEED`` draws others.
+``MLA_PROPERTY_SPARSE`` sets how many cases are drawn (8 by default) and ``MLA_PROPERTY_SEED`` draws others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.support.generator import Case, check_each
 from tests.support.tiers import also
 from tests.test_property import compare, narrow
 
-CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "12"))
+CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 6
+PARTS = 8
 
 
 # A mask over a longer buffer, which the model cuts to the tokens that there are: a length and a list.

@@ -211,8 +211,8 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
     """Rotation by halves; ``x`` [...,S,R] with one position for each of the S rows."""
     half = x.shape[-1] // 2
     angle = positions.to(x.dtype)[:, None] * 0.5 ** torch.arange(half, dtype=x.dtype, device=x.device)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+    a, b, cos, sin = x[..., :half], x[..., half:], angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 def causal(S: int, T: int) -> Tensor:
