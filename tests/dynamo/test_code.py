@@ -109,11 +109,11 @@ def attentions(gm: fx.GraphModule) -> int:
 @full("family")
 def test_two_kinds_that_take_turns(made: list[fx.GraphModule]) -> None:
     """Full and shared indexers: every second layer chooses its keys itself."""
-    layers = {"num_hidden_layers": 6, "indexer_types": ["full", "shared"] * 3}
+    layers = {"num_hidden_layers": 8, "indexer_types": ["full", "shared"] * 4}
     model = models.build("glm_moe_dsa", **layers)
     inputs = models.prompt()
-    want, want_logits = models.greedy(model, inputs, steps=3, cache="static")
-    got, logits = models.greedy(optimized(model), inputs, steps=3, cache="static")
+    want, want_logits = models.greedy(model, inputs, steps=4, cache="static")
+    got, logits = models.greedy(optimized(model), inputs, steps=4, cache="static")
     assert torch.equal(got, want)
     torch.testing.assert_close(logits, want_logits, rtol=1e-4, atol=1e-4)
     assert max(map(attentions, made)) <= 3
@@ -134,10 +134,10 @@ def test_one_piece_where_that_is_asked_for(
 def test_inductor_compiles_one_layer_of_many() -> None:
     """With real code, sizes that change and caches that grow."""
     model = models.build("minicpm3", num_hidden_layers=LAYERS)
-    want, _ = models.greedy(model, models.prompt(), steps=4)
+    want, _ = models.greedy(model, models.prompt(), steps=6)
     fast = optimized(model)
     with mock.patch.object(CodeGenerator, "whole", autospec=True, side_effect=CodeGenerator.whole) as whole:
-        got, _ = models.greedy(fast, models.prompt(), steps=4)
+        got, _ = models.greedy(fast, models.prompt(), steps=6)
     assert torch.equal(got, want)
     assert len(whole.call_args_list) >= 6, "three parts of a prompt, three of a step"
     assert max(attentions(call.args[1]) for call in whole.call_args_list) == 1
