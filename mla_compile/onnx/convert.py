@@ -32,7 +32,8 @@ from mla_compile.report.report import Report
 from mla_compile.runtime.folds import folded_values
 
 aten = torch.ops.aten
-_ATTENTION = (torch.ops.mla_compile.decode_attention, torch.ops.mla_compile.weigh_alike)
+_DECODE = torch.ops.mla_compile.decode_attention
+_ATTENTION = (_DECODE, torch.ops.mla_compile.weigh_alike)
 _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy, operator.getitem)
 
 
@@ -51,13 +52,29 @@ class Converted:
 
 
 def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
-    """Convert a program to the form ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
+    """Convert a program to the form ``options.forms``, for decoding.
+
+    Raises :class:`ExportError` if no attention is absorbed, and for an operator that ONNX lacks.
+    """
+    return _converted(exported, options, opset, decodes=True)
+
+
+def convert_prompt(exported: torch.export.ExportedProgram, opset: int) -> Converted:
+    """Convert a program with every attention expanded. Raises :class:`ExportError` for an operator that ONNX lacks."""
+    return _converted(exported, Options(forms="expanded", verify=False), opset, decodes=False)
+
+
+def _converted(exported: torch.export.ExportedProgram, options: Options, opset: int, *, decodes: bool) -> Converted:
     given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
     run_passes(BEFORE, given)
     # Weights stay quantized in these passes, because baking dequantizes them. ONNX cannot make groups of heads run one
     # after the other, so an expanded attention is not split into groups.
     plain = replace(options, dequantize="step", expanded_bytes=None)
     outcome = pipeline.run(given.program, plain, frozen=True)
+    # The program may already have contained mla_compile's operator. The translation takes longer than all passes, so a
+    # program with nothing to export is refused before it.
+    if decodes and not any(packet(node) is _DECODE for node in outcome.program.gm.graph.nodes):
+        _require_absorbed(outcome.report)
     state = ExportState(Analyses(outcome.program))
     with torch.no_grad():  # otherwise the second trace would request a gradient, which the operator lacks
         run_passes(AFTER, state)
@@ -65,6 +82,17 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
         finished = emit.to_exported(state.program, folded_values(state.program))
         report = replace(outcome.report, passes=(*given.records, *outcome.report.passes, *state.records))
         return Converted(_to_onnx(finished, opset), finished, report, names, exported.state_dict)
+
+
+def _require_absorbed(report: Report) -> None:
+    """Raise :class:`ExportError` with the reasons if no attention was absorbed."""
+    if any(site.verdict == "absorbed" for site in report.sites):
+        return
+    reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in report.sites)
+    raise ExportError(
+        "no attention of this model can be decoded in absorbed form, so there is nothing to export: "
+        + ("; ".join(reasons) or "no attention was found")
+    )
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:

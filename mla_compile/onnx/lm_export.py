@@ -15,13 +15,12 @@ from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact, genai, verify
 from mla_compile.onnx.assemble import CacheIO, Wires, assemble
 from mla_compile.onnx.attach import signature
-from mla_compile.onnx.convert import Converted, convert
+from mla_compile.onnx.convert import Converted, convert, convert_prompt
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes
 from mla_compile.onnx.manifest import MANIFEST, WEIGHTS, AttentionNode, Cache, Manifest
 from mla_compile.onnx.profile import Profile
 from mla_compile.options import Options
-from mla_compile.report.report import Report
 from mla_compile.version import __version__
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,8 +32,6 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
     one_graph = bool(profile.runner)
     say("tracing and rewriting the decode graph")
     decode, one_token = _decode(lm, options, profile)
-    if not attention_nodes(decode.model.graph):
-        require_absorbed(decode.report)
     wires = Wires(
         tuple(f"{c.attribute}.{c.layer}" + ("" if c.key is None else f".{c.key}") for c in lm.caches),
         tuple(c.axis is not None for c in lm.caches),
@@ -44,9 +41,8 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
     graphs = {file: decode}
     if prefill and not one_graph and not one_token:
         say("tracing the prompt's graph")
-        expanded = Options(forms="expanded", verify=False)
         program = export_program(lm, last_only=True, experts="eager")
-        second = convert(program, expanded, profile.opset)
+        second = convert_prompt(program, profile.opset)
         assemble(second, wires, profile, [c.past.removeprefix("past_") for c in caches])
         graphs["prefill.onnx"] = second
     say("writing weights")
@@ -91,17 +87,6 @@ def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted
             raise several from None
         return convert(program, options, profile.opset), True
     return convert(program, options, profile.opset), False
-
-
-def require_absorbed(report: Report) -> None:
-    """Raise :class:`ExportError` with the reasons if no attention was absorbed."""
-    if any(site.verdict == "absorbed" for site in report.sites):
-        return
-    reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in report.sites)
-    raise ExportError(
-        "no attention of this model can be decoded in absorbed form, so there is nothing to export: "
-        + ("; ".join(reasons) or "no attention was found")
-    )
 
 
 def _verify(

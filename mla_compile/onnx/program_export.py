@@ -22,11 +22,10 @@ from torch.utils import _pytree as pytree
 from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact
 from mla_compile.onnx.assemble import finish
-from mla_compile.onnx.convert import Converted, convert
+from mla_compile.onnx.convert import Converted, convert, convert_prompt
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
 from mla_compile.onnx.interface import GrowingCache, attention_nodes, find_append, widen_masks
-from mla_compile.onnx.lm_export import require_absorbed
 from mla_compile.onnx.profile import RUN_HERE, Profile
 from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
@@ -58,13 +57,11 @@ def export(
         )
     say("rewriting the decode graph")
     decode = convert(program, options, profile.opset)
-    if not attention_nodes(decode.model.graph):  # the program may already have contained mla_compile's operator
-        require_absorbed(decode.report)
     _finish(decode, profile)
     graphs = {"decode.onnx": decode.model}
     if prefill and any(site.verdict == "absorbed" for site in decode.report.sites):
         say("converting the expanded graph")
-        expanded = convert(program, Options(forms="expanded", verify=False), profile.opset)
+        expanded = convert_prompt(program, profile.opset)
         _finish(expanded, profile)
         graphs["prefill.onnx"] = expanded.model
     say("writing weights")

@@ -60,14 +60,20 @@ def converting_once(model: Any, kept: dict[Any, Any]) -> Iterator[None]:
         return kept[key]
 
     def converted(program: Any, options: Any, opset: int) -> Any:
-        key = (program, repr(replace(options, verify=False)), opset)
+        return once((program, repr(replace(options, verify=False)), opset), convert.convert, program, options, opset)
+
+    def converted_prompt(program: Any, opset: int) -> Any:
+        return once((program, opset), convert.convert_prompt, program, opset)
+
+    def once(key: Any, function: Any, *args: Any) -> Any:
         if key not in kept:
-            kept[key] = convert.convert(program, options, opset)
+            kept[key] = function(*args)
         return replace(kept[key], model=kept[key].model.clone())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_export, "export_program", traced)
         patch.setattr(lm_export, "convert", converted)
+        patch.setattr(lm_export, "convert_prompt", converted_prompt)
         yield
 
 
