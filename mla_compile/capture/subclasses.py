@@ -20,11 +20,15 @@ from mla_compile.errors import CaptureError
 
 @dataclass(frozen=True)
 class Opened:
-    """An input that is a subclass, and the plain tensors that replace the input during the trace."""
+    """An input that is a subclass, and the plain tensors that replace the input during the trace.
+
+    ``rebuild`` makes the subclass from them; it is None for a DTensor, which holds more than its local tensor.
+    """
 
     name: str
     value: Any
     parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, attribute path, tensor
+    rebuild: _Rebuild | None = None
 
 
 class _Rebuild:
@@ -66,11 +70,13 @@ def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[
                 part = graph.placeholder("_".join((node.name, *path)))
                 parts.append((part, path, tensor))
         with graph.inserting_before(body):
-            whole = graph.call_function(_Rebuild(value), tuple(part for part, *_ in parts))
+            rebuild = _Rebuild(value)
+            whole = graph.call_function(rebuild, tuple(part for part, *_ in parts))
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         plain += [tensor for *_, tensor in parts]
-        opened.append(Opened(node.name, value, tuple((part.name, path, tensor) for part, path, tensor in parts)))
+        named = tuple((part.name, path, tensor) for part, path, tensor in parts)
+        opened.append(Opened(node.name, value, named, rebuild))
     if opened:
         gm.recompile()
     return plain, opened
@@ -91,7 +97,9 @@ def close_subclasses(
             raise CaptureError(f"{one.name} is a tensor subclass made of several tensors, and the graph writes to it")
         with graph.inserting_before(nodes[one.parts[0][0]]):
             whole = graph.placeholder(one.name)
-        whole.meta["val"] = one.value
+        # Passes read the plain tensors again and compute with them, so that their values have to be fake as well.
+        fakes = [nodes[name].meta["val"] for name, *_ in one.parts]
+        whole.meta["val"] = one.value if one.rebuild is None else one.rebuild(*fakes)
         for name, path, tensor in one.parts:
             part = whole
             with graph.inserting_before(body):

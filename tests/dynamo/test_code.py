@@ -15,6 +15,7 @@ from mla_compile.dynamo import code
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.repeats import find
+from mla_compile.runtime.latent import LatentTensor
 from tests.dynamo import test_sizes
 from tests.support import models
 from tests.support.tiers import full
@@ -171,6 +172,22 @@ def test_a_failure_in_the_parts_leaves_the_graph_whole(
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="of ours"):
         torch.compile(small, backend="mla", options={"strict": True})(*given)
+
+
+def test_weights_that_are_subclasses_expand_the_rows_of_a_cache() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = test_sizes.Model(layers=1)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    fast = torch.compile(model, backend="mla", options={"strict": True, "codegen": "eager", "cache": "latent"})
+    got: list[Any] = [None]
+    want: list[Any] = [None]
+    with torch.no_grad():
+        for tokens in (7, 1):
+            x = torch.randn(1, tokens, test_sizes.D)
+            (y, got), (z, want) = fast(x, got), model(x, want)
+            torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+    assert all(isinstance(k, LatentTensor) for k, _ in got)
 
 
 def test_weights_that_are_subclasses_are_given_to_the_parts_as_plain_tensors(made: list[fx.GraphModule]) -> None:
