@@ -186,6 +186,25 @@ def few_rows() -> str:
     return f"{table(('sizes', 'dtype', 'cached tokens', *ends), steps)}\n\n{products}\n\n{where(about)}."
 
 
+def many_rows() -> str:
+    """Products of many rows with a weight of 16 bits, and prompts."""
+    about = data("many_rows")
+    alone, whole = [], []
+    for r in about["rows"]:
+        times = (*map(_quartiles, r["ms"].values()), f"{r['torch_over_native']:.1f}x")
+        if r["kind"] == "prompt":
+            whole.append((NAMES[r["model"]], r["dtype"], r["rows"], *times))
+        else:
+            weight = f"{r['O']} x {r['K']}"
+            what = f"64 experts, {weight}, 6 for each token" if r["kind"] == "experts" else weight
+            alone.append((what, r["dtype"], r["rows"], *times))
+    ends = ("torch ms", "own ms", "torch / own")
+    products = table(("weight", "dtype", "rows or tokens", *ends), alone)
+    prompts = table(("sizes", "dtype", "prompt", "eager ms", *ends), whole)
+    with_or_without = "with" if about["bfloat16_instructions"] else "without"
+    return f"{prompts}\n\n{products}\n\n{where(about)}, {with_or_without} instructions for bfloat16."
+
+
 def layers_once() -> str:
     """Compile times by depth, and steps, of layers that are compiled once."""
     about = data("layers_once")
@@ -726,6 +745,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sparse_attention": sparse_attention,
     "features": features,
     "few_rows": few_rows,
+    "many_rows": many_rows,
     "layers_once": layers_once,
     "first_token": first_token,
     "first_token short": lambda: first_token(deepest=True),

@@ -50,7 +50,7 @@ FORMS = ("eager", "inductor", "mla")
 HEAD = ("layer", "tokens", "eager ms", "Inductor ms", "mla ms", "eager/mla", "Inductor/mla")
 PEAKS = ("layer", "tokens", "form", "peak GiB", "s")
 PARTS = {
-    "mla_compile::few_rows_linear": "products with weights",
+    "mla_compile::linear": "products with weights",
     "aten::mm": "products with weights",
     "mla_compile::decode_attention": "attention",
     "mla_compile::index_scores": "scores of the indexer",

@@ -84,7 +84,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
             - ``appends`` ("auto", "in_place", "copy"): how new rows are appended to a growing cache
             - ``quantized`` ("absorb", "exact"), ``dequantize`` ("auto", "once", "step"): quantized up-projections
             - ``sparse`` ("auto", "never"): read only the keys of an index list, or all keys
-            - ``products`` ("auto", "native", "torch"): the kernel for products of few rows on a CPU
+            - ``products`` ("auto", "native", "torch"): the operators for products with weights on a CPU
             - ``layers`` ("once", "whole"): compile equal layers once, or the graph as a whole
             - ``expanded_bytes`` (2**30): the memory beyond which an expanded attention is computed by groups of heads
             - ``ranks`` ("agree", "alone"): whether ranks decide together which attentions to absorb

@@ -13,9 +13,11 @@ launches that prepare either attention operator on a GPU. They run once for all 
 whose index list names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
-``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
-(:mod:`mla_compile.kernels.linear`).
-``mla_compile::few_rows_of_heads(x, weight) -> y``: the same product with a separate weight for each head.
+``mla_compile::linear(x, weight, bias=None, most=4, scales=None, zeros=None, *, wide=False) -> y``: a product with
+a weight that is read as it is stored (:mod:`mla_compile.kernels.linear`).
+``mla_compile::grouped_linear(x, weight, ends, most=4, *, wide=False) -> y``: a product of sorted rows with one
+weight for each group (:mod:`mla_compile.kernels.grouped`).
+``mla_compile::few_rows_of_heads(x, weight) -> y``: a product of a few rows with a separate weight for each head.
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. The operator
 does not read ``before``. The argument only fixes the order of calls that do not depend on each other.
 ``mla_compile::call_layer(rows, weights, layer) -> y``: the result of another library's layer
@@ -39,7 +41,7 @@ from torch import Size, Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mla_compile.core import layers
-from mla_compile.kernels import alike, checks, decode, index, linear, reference, shared
+from mla_compile.kernels import alike, checks, decode, grouped, index, linear, reference, shared
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
 _OperatorCall = TypeVar("_OperatorCall", DecodeCall, IndexCall)
@@ -57,10 +59,11 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
-_ROWS_SCHEMA = (
-    f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.MOST}, Tensor? scales=None, Tensor? zeros=None)"
-    " -> Tensor"
+_LINEAR_SCHEMA = (
+    f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.FEW}, Tensor? scales=None, Tensor? zeros=None, *, "
+    "bool wide=False) -> Tensor"
 )
+_GROUPED_SCHEMA = f"(Tensor x, Tensor weight, Tensor ends, int most={linear.FEW}, *, bool wide=False) -> Tensor"
 _HEADS_SCHEMA = "(Tensor x, Tensor weight) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (
@@ -140,9 +143,9 @@ def _index_flops(query: Size, keys: Size, *_: object, **__: object) -> int:
     return int(2 * B * S * J * keys[1] * (D + 1))
 
 
-def _rows_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """Return 2KO for each row, if the weight is [O,K]."""
-    return int(2 * math.prod(x) * weight[0])
+def _linear_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
+    """Return 2KO for each row, if the weight is [O,K]. If it is [E,O,K], each row is multiplied by one of the E."""
+    return int(2 * math.prod(x) * weight[-2])
 
 
 def _heads_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
@@ -174,9 +177,12 @@ def _register() -> torch.library.Library:
     _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, _of(DecodeCall, decode.schedule), _of(DecodeCall, _fake_schedule))
     _register_op(library, ALIKE, _ALIKE_SCHEMA, alike.weigh_alike, _fake_alike)
     _refuse_gradient(library, ALIKE)
-    _register_op(library, linear.ROWS, _ROWS_SCHEMA, linear.run, linear.fake)
-    _refuse_gradient(library, linear.ROWS)
-    register_flop_formula(torch.ops.mla_compile.few_rows_linear)(_rows_flops)
+    _register_op(library, linear.LINEAR, _LINEAR_SCHEMA, linear.run, linear.fake)
+    _refuse_gradient(library, linear.LINEAR)
+    register_flop_formula(torch.ops.mla_compile.linear)(_linear_flops)
+    _register_op(library, grouped.GROUPED, _GROUPED_SCHEMA, grouped.run, grouped.fake)
+    _refuse_gradient(library, grouped.GROUPED)
+    register_flop_formula(torch.ops.mla_compile.grouped_linear)(_linear_flops)
     _register_op(library, linear.HEADS, _HEADS_SCHEMA, linear.run_of_heads, linear.fake_of_heads)
     _refuse_gradient(library, linear.HEADS)
     register_flop_formula(torch.ops.mla_compile.few_rows_of_heads)(_heads_flops)

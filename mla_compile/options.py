@@ -55,8 +55,8 @@ class Options:
         sparse: how to treat attentions whose mask shows each query only the keys of an index list (the top k of an
             indexer). ``auto`` reads only the rows of the listed keys if that is cheaper. ``never`` reads all rows and
             the mask.
-        products: how a CPU multiplies a few rows by a weight, in graphs with an absorbed attention. ``native`` uses
-            mla_compile's kernel if it was measured to be faster on this machine. ``torch`` leaves the product to the
+        products: how a CPU multiplies rows by a weight, in graphs of latent attentions. ``native`` uses mla_compile's
+            operators if they were measured to be faster on this machine. ``torch`` leaves the products to the
             compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules. It is ``torch`` for programs,
             which may run on another machine.
         layers: how layers that differ only in weights and caches are compiled. ``once`` compiles one of them and runs

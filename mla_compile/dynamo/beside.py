@@ -39,7 +39,7 @@ class Rewritten:
     def changed(self) -> bool:
         """Whether a rewritten graph runs instead of the captured one."""
         done = self.outcome
-        return bool(done.absorbed or done.by_heads or done.fused) or done.base is not self.captured
+        return bool(done.absorbed or done.by_heads or done.fused or done.faster) or done.base is not self.captured
 
 
 def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:

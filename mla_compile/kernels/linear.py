@@ -1,9 +1,12 @@
-"""Products of a few rows with a weight, as in torch's ``linear``: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``.
+"""Products of rows with a weight, as in torch's ``linear``: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``.
 
 A decode step multiplies one row per request by weights that must be read from memory. Torch's bfloat16 products then
 take two to three times as long as the reading. On a CPU, the native kernel multiplies up to :data:`MOST` rows by one
 weight, or up to :data:`MOST_OF_HEADS` rows if every head has its own small weight. A weight may be stored in fewer bits
 than the rows. Torch computes products with more rows, on other devices, or in other dtypes.
+
+On a CPU without instructions for bfloat16, torch's products of many rows in 16 bits take up to seven times as long as
+in float32. There the operator can convert a piece of the weight at a time and multiply in float32.
 
 An int8 weight [O,K] may have a scale and a zero point for each group of g columns. The codes ``weight[o,k]`` then mean
 ``(weight[o,k] - zeros[o,k//g]) * scales[o,k//g]``.
@@ -12,6 +15,7 @@ An int8 weight [O,K] may have a scale and a zero point for each group of g colum
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +25,10 @@ from mla_compile.core.measuring import timed
 from mla_compile.errors import InputError
 from mla_compile.kernels.cpu import native
 
-ROWS = "mla_compile::few_rows_linear"
+LINEAR = "mla_compile::linear"
 HEADS = "mla_compile::few_rows_of_heads"
-MOST = 4
+FEW, MOST = 4, 32
+"""The numbers of rows up to which the native kernel is used: unless the caller names another, and at most."""
 MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
 """Graphs use the kernel from this weight size on. Smaller weights stay in a cache, and fixed call costs dominate."""
@@ -32,25 +37,33 @@ _STORED = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16, torch.int8),
 }  # dtype of the rows -> dtypes of weights that the native kernel reads
-_GAIN = 1.1  # graphs use the kernel if it is faster than torch by this factor
+MANY = 16
+"""From this number of rows on, float32 may be faster than 16 bits. Converting the weight dominates for fewer rows."""
+_PIECE = 1 << 22  # numbers of a weight that are converted at a time
+_GAIN = 1.1  # graphs use the operator if it is faster than torch by this factor
 _SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # of the measurement: side of a square weight, bytes of all weights, rounds
+_MANY_ROWS, _MANY_SIDE, _MANY_ROUNDS = 128, 1024, 3  # the same for many rows and a single weight
 
 
 def run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    most: int = MOST,
+    most: int = FEW,
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Tensor:
     """Return ``x`` [...,K] times ``weight`` [O,K] plus ``bias`` [O], as [...,O] in the dtype of ``x``.
 
     The bias has the dtype of ``x``; the weight has it, too, or is stored in fewer bits. The kernel is used for up to
-    ``most`` rows, where ``most`` is at most :data:`MOST`.
+    ``most`` rows, where ``most`` is at most :data:`MOST`. If ``wide``, products of more rows, from :data:`MANY` on, are
+    computed in float32 and rounded once.
 
     An int8 weight may have ``scales`` [O,K/g] in float32 or the dtype of ``x``, and ``zeros`` [O,K/g] in int8. The
-    kernel is used if g is a multiple of :data:`COLUMNS`. It does not round the scaled weight to the dtype of ``x``.
+    kernel is used if g is a multiple of :data:`COLUMNS`. Neither the kernel nor ``wide`` rounds the scaled weight to
+    the dtype of ``x``.
 
     Raises :class:`InputError` if the arguments do not fit together.
     """
@@ -63,7 +76,30 @@ def run(
             out = native.few_rows_product(library, x.reshape(1, rows, -1), weight[None], bias, scales, zeros)
             return out.view(*x.shape[:-1], weight.shape[0])
     with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x
+        if wide and widens(x.dtype, rows):
+            return in_float32(x, weight, bias, scales, zeros)
         return F.linear(x, _dequantized(weight.to(x.dtype), scales, zeros), bias)
+
+
+def widens(dtype: torch.dtype, rows: int) -> bool:
+    """Whether products of ``rows`` rows of ``dtype`` may be computed in float32."""
+    return dtype in (torch.bfloat16, torch.float16) and rows >= MANY
+
+
+def in_float32(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor:
+    """Compute the product of :func:`run`, with some rows of the weight at a time, so that its copy stays small."""
+    O, K = weight.shape  # noqa: E741  the letter of the output's columns
+    rows, own = x.reshape(-1, K).float(), None if bias is None else bias.float()
+    out, step = x.new_empty(len(rows), O), max(1, _PIECE // K)
+    for first in range(0, O, step):
+        part, offset, scale, zero = (
+            None if t is None else t[first : first + step] for t in (weight, own, scales, zeros)
+        )
+        assert part is not None
+        out[:, first : first + step] = F.linear(rows, _dequantized(part.float(), scale, zero), offset)
+    return out.view(*x.shape[:-1], O)
 
 
 def _dequantized(weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Tensor:
@@ -101,9 +137,11 @@ def fake(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    most: int = MOST,
+    most: int = FEW,
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Tensor:
     """Return an empty tensor like the result."""
     check(x, weight, bias, scales, zeros)
@@ -114,12 +152,12 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None,
     """Raise :class:`InputError` if the arguments do not fit together."""
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{ROWS}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [...,K] and [O,K]; transpose one"
+            f"{LINEAR}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [...,K] and [O,K]; transpose one"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise InputError(f"{ROWS}: bias is {list(bias.shape)}, expected [O] = [{weight.shape[0]}]")
+        raise InputError(f"{LINEAR}: bias is {list(bias.shape)}, expected [O] = [{weight.shape[0]}]")
     _check_groups(x, weight, scales, zeros)
-    _check_stored(ROWS, x, weight, *(() if bias is None else (bias,)))
+    _check_stored(LINEAR, x, weight, *(() if bias is None else (bias,)))
 
 
 def _check_groups(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> None:
@@ -128,14 +166,14 @@ def _check_groups(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tenso
     rows, groups = scales.shape if scales is not None and scales.dim() == 2 else (None, 0)
     if given and not (rows == O and groups and K % groups == 0 and all(t.shape == given[0].shape for t in given)):
         said = ", ".join("none" if t is None else str(list(t.shape)) for t in (scales, zeros))
-        raise InputError(f"{ROWS}: scales and zeros are {said}; expected [O,K/g] of a weight [O,K] = [{O}, {K}]")
+        raise InputError(f"{LINEAR}: scales and zeros are {said}; expected [O,K/g] of a weight [O,K] = [{O}, {K}]")
     if scales is None:
         return
     codes = [weight] if zeros is None else [weight, zeros]
     fits = all(t.dtype == torch.int8 for t in codes) and scales.dtype in (torch.float32, x.dtype)
     if not fits or any(t.device != x.device for t in given):
         said = ", ".join(f"{t.dtype} on {t.device}" for t in (*codes, scales))
-        raise InputError(f"{ROWS}: codes and scales are {said}; expected torch.int8, and {x.dtype} or torch.float32")
+        raise InputError(f"{LINEAR}: codes and scales are {said}; expected torch.int8, and {x.dtype} or torch.float32")
 
 
 def check_of_heads(x: Tensor, weight: Tensor) -> None:
@@ -187,6 +225,19 @@ def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: in
     return _measured(dtype, stored, rows, torch.get_num_threads()) >= _GAIN
 
 
+def many_rows(device: torch.device, dtype: torch.dtype, stored: torch.dtype, width: int = 0) -> torch.dtype | None:
+    """Return the dtype in which the operator multiplies many rows faster than compiled code of torch, as measured.
+
+    None if torch is faster. Compiled code dequantizes a weight with scales (``width`` is not 0) before the product.
+    """
+    if device.type != "cpu" or not widens(dtype, MANY) or stored not in (dtype, *_STORED.get(dtype, ())):
+        return None
+    seconds = _measured_many(dtype, stored, torch.get_num_threads())
+    best = min((dtype, torch.float32), key=lambda each: seconds[each])
+    by_torch = seconds[dtype if width or stored == dtype else stored]
+    return best if by_torch >= _GAIN * seconds[best] else None
+
+
 @functools.cache
 def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) -> float:
     """Return how many times as fast as torch the kernel is on weights read from memory; 0 if there is no kernel.
@@ -196,18 +247,38 @@ def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) 
     library = native.load()
     if library is None:
         return 0.0
+    # For more than a few rows, it hardly matters where the weights are read from, and products take longer.
+    few = rows <= FEW
+    count, rounds = (_BYTES // _SIDE**2 // stored.itemsize, _ROUNDS) if few else (2, _MANY_ROUNDS)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        weights = [torch.ones(_SIDE, _SIDE, dtype=stored) for _ in range(_BYTES // _SIDE**2 // stored.itemsize)]
-        x, scales = torch.ones(rows, _SIDE, dtype=dtype), torch.ones(_SIDE, dtype=dtype)
-        best = {"torch": float("inf"), "native": float("inf")}
-        for _ in range(_ROUNDS):
-            best["torch"] = min(best["torch"], timed(lambda: [_by_torch(x, w, scales) for w in weights]))
-            best["native"] = min(
-                best["native"], timed(lambda: [native.few_rows_product(library, x[None], w[None]) for w in weights])
-            )
-    return best["torch"] / best["native"]
+        weights = [torch.ones(_SIDE, _SIDE, dtype=stored) for _ in range(count)]
+        x = torch.ones(rows, _SIDE, dtype=dtype)
+        by_torch, by_kernel = _best(
+            rounds,
+            lambda: [_by_torch(x, w) for w in weights],
+            lambda: [native.few_rows_product(library, x[None], w[None]) for w in weights],
+        )
+    return by_torch / by_kernel
 
 
-def _by_torch(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+@functools.cache
+def _measured_many(dtype: torch.dtype, stored: torch.dtype, threads: int) -> dict[torch.dtype, float]:
+    """Return the seconds of a product of many rows in ``dtype``, in float32, and as compiled code reads ``stored``."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        weight, x = torch.ones(_MANY_SIDE, _MANY_SIDE, dtype=stored), torch.ones(_MANY_ROWS, _MANY_SIDE, dtype=dtype)
+        ways = {dtype: lambda: run(x, weight, most=0), torch.float32: lambda: in_float32(x, weight)}
+        if stored != dtype:
+            ways[stored] = lambda: _by_torch(x, weight)
+        return dict(zip(ways, _best(_MANY_ROUNDS, *ways.values()), strict=True))
+
+
+def _best(rounds: int, *calls: Callable[[], object]) -> list[float]:
+    """Return the seconds of each call in its best round. The calls take turns."""
+    return [min(times) for times in zip(*([timed(call) for call in calls] for _ in range(rounds)), strict=True)]
+
+
+def _by_torch(x: Tensor, weight: Tensor) -> Tensor:
     """Compute the product with torch's fastest operator, which for int8 is the one that Inductor uses."""
-    return F.linear(x, weight) if weight.dtype == x.dtype else torch._weight_int8pack_mm(x, weight, scales)
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight)
+    return torch._weight_int8pack_mm(x, weight, torch.ones(len(weight), dtype=x.dtype))

@@ -40,18 +40,25 @@ def by_heads(state: PassState) -> int:
         done.run(kept)
     state.by_heads, state.head_notes = done.done, done.notes
     if any(v.by_call and is_large(v.site, limit, guard=state.request.recompiles) for v in state.chosen):
-        expanded = Analyses(copy_with_origins(state.base))
-        canonicalize(expanded)
-        settle(expanded.program.gm.graph)
-        remove_dead_code(expanded.program.gm.graph)
-        expanded.invalidate()
-        other = _Grouping(state, expanded, limit)
+        other = _Grouping(state, expanded(state), limit)
         other.run(None)
         state.head_notes |= {name: f"where it is expanded, {note}" for name, note in other.notes.items()}
         if other.done:
-            expanded.program.gm.recompile()
-            state.expanded = expanded.program
+            other.known.program.gm.recompile()
+            state.expanded = other.known.program
     return state.by_heads
+
+
+def expanded(state: PassState) -> Analyses:
+    """Return the program of calls that do not absorb, as rewritten so far, or else a canonical copy of ``base``."""
+    if state.expanded is not None:
+        return Analyses(state.expanded)
+    known = Analyses(copy_with_origins(state.base))
+    canonicalize(known)
+    settle(known.program.gm.graph)
+    remove_dead_code(known.program.gm.graph)
+    known.invalidate()
+    return known
 
 
 @dataclass

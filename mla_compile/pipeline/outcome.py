@@ -35,8 +35,9 @@ class Outcome:
         base: the program before absorption: the captured program, or the program whose cache holds rows.
         sites: for each entry of the report, the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
-        expanded: a copy of ``base`` that computes large expanded attentions for a few heads at a time; None if there
-            are no large attentions.
+        faster: the number of other operators that were replaced by faster ones with equal results.
+        expanded: a copy of ``base`` that computes large expanded attentions for a few heads at a time, and in which
+            other operators were replaced by faster ones; None if ``base`` is not changed.
         warnings: messages about code that is correct but slower than requested. They are not verdicts.
         fused: the number of hand-absorbed attentions (absorbed in the model's code) that one operator now replaces.
     """
@@ -48,6 +49,7 @@ class Outcome:
     base: Program
     sites: tuple[str, ...] = ()
     by_heads: int = 0
+    faster: int = 0
     expanded: Program | None = None
     warnings: tuple[str, ...] = ()
     fused: int = 0
@@ -85,6 +87,7 @@ def outcome_of(state: PassState, name: str) -> Outcome:
         base=_settled(state.base) if state.base.cache is not None else state.captured,
         sites=sites,
         by_heads=state.by_heads,
+        faster=state.faster,
         expanded=state.expanded,
         warnings=state.warnings,
         fused=len(state.fused),

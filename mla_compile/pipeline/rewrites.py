@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from mla_compile.codes import Code
@@ -18,11 +19,12 @@ from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import attentions
 from mla_compile.passes.report.site import fused_told
 from mla_compile.passes.rewrite import dequantize, fold, narrow
-from mla_compile.passes.rewrite import few_rows as products
 from mla_compile.passes.rewrite.absorb import absorb as absorb_site
 from mla_compile.passes.rewrite.by_hand import fuse
+from mla_compile.passes.rewrite.equal_widths import equal_widths
 from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
+from mla_compile.passes.rewrite.linear_operator import lower_products
 from mla_compile.passes.rewrite.project import Heads, lower_projections
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.sources.records import Verdict
@@ -30,6 +32,8 @@ from mla_compile.passes.verify.comparison import Checks
 from mla_compile.passes.verify.others import index_comparison, split_comparison
 from mla_compile.passes.verify.sites import site_comparison
 from mla_compile.pipeline.analyses import linear_maps, read_weights, weights
+from mla_compile.pipeline.large import expanded
+from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState
 
 _UNSHARED = "ranks no longer share the rows of this cache; each rank has all rows from now on: {problem}"
@@ -192,19 +196,46 @@ def project(state: PassState) -> int:
     return done
 
 
-def few_rows(state: PassState) -> int:
-    """Replace products with weights by the operator for few rows if its kernel is faster."""
-    if not _native_products(state) or not (state.rewritten or state.fused):
+def products(state: PassState) -> int:
+    """Replace products with weights by an operator of this library if it is faster, in graphs of latent attentions."""
+    if not _native_products(state) or not _attended(state):
         return 0
-    own, target = state.analyses.get(read_weights), state.request.target
-    return products.few_rows(
-        state.graph, state.program.fake_mode, own, target.pays, target.least_bytes, target.most_rows
-    )
+    operator = state.request.target.linear
+
+    def replaced(known: Analyses) -> int:
+        program = known.program
+        return lower_products(program.gm.graph, program.fake_mode, known.get(read_weights), operator)
+
+    return _in_all_calls(state, replaced)
+
+
+def pad_values(state: PassState) -> int:
+    """Pad the values of expanded attentions that torch's fused attention computes only for equal widths."""
+    if state.request.frozen or not _attended(state):  # the kernels that will run a file are unknown
+        return 0
+    return _in_all_calls(state, lambda known: equal_widths(known.program.gm.graph, known.program.fake_mode))
+
+
+def _in_all_calls(state: PassState, rewrite: Callable[[Analyses], int]) -> int:
+    """Rewrite the program, and the program of calls that do not absorb; return the changes in the former.
+
+    The results of ``rewrite`` must be faster, and otherwise equal.
+    """
+    done = rewrite(state.analyses)
+    state.faster += done
+    if any(v.by_call for v in state.chosen):
+        others = expanded(state)
+        if rewrite(others):
+            others.program.gm.recompile()
+            state.expanded = others.program
+    return done
 
 
 def _heads(state: PassState) -> Heads | None:
+    if not _native_products(state):
+        return None
     target = state.request.target
-    return Heads(target.reads_heads, target.least_bytes, target.most_of_heads) if _native_products(state) else None
+    return Heads(target.reads_heads, target.linear.least_bytes, target.most_of_heads)
 
 
 def _native_products(state: PassState) -> bool:
@@ -247,10 +278,14 @@ def _in_one_form(state: PassState) -> bool:
     return bool(state.rewritten or state.fused) and not any(v.by_call for v in state.chosen)
 
 
+def _attended(state: PassState) -> bool:
+    """Whether the graph has an attention over shared rows, absorbed or not."""
+    return bool(state.fused) or any(v.plan is not None for v in state.verdicts)
+
+
 def append(state: PassState) -> int:
     """Write new rows in place after the old rows."""
-    attended = state.fused or any(v.plan is not None for v in state.verdicts)
-    if state.options.appends != "in_place" or not attended:
+    if state.options.appends != "in_place" or not _attended(state):
         return 0
     # If each call chooses between two programs, the two must take equal inputs, so neither writes in place.
     count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)

@@ -79,6 +79,7 @@ class PassState:
     folded: dict[str, list[Folded]] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
     by_heads: int = 0
+    faster: int = 0
     expanded: Program | None = None
     head_notes: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ import torch
 
 from mla_compile.kernels import launch, linear
 from mla_compile.kernels.cpu import native
+from mla_compile.passes.rewrite.linear_operator import LinearOperator
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,7 @@ class Target:
         runs: whether a kernel runs the operator over given rows. The operator's reference implementation is not such a
             kernel: it is no faster than the model's own code.
         reads_float8: whether a kernel on a given device reads rows in float8.
-        pays: whether the kernel for products of a few rows beats torch's, by device, dtypes of rows and weight, number
-            of rows, and number of columns that share a scale.
-        least_bytes: the smallest weight for that kernel.
-        most_rows: the most rows for that kernel.
+        linear: when the operator for products with a weight is faster than compiled code.
         reads_heads: whether a kernel for products of a few rows with a weight for each head supports a device, a dtype
             of the rows and a dtype of the weights.
         most_of_heads: the most rows for the kernel of ``reads_heads``.
@@ -31,9 +29,7 @@ class Target:
 
     runs: Callable[[torch.Tensor], bool]
     reads_float8: Callable[[torch.device], bool]
-    pays: Callable[[torch.device, torch.dtype, torch.dtype, int, int], bool]
-    least_bytes: int
-    most_rows: int
+    linear: LinearOperator
     reads_heads: Callable[[torch.device, torch.dtype, torch.dtype], bool]
     most_of_heads: int
     ranks: int
@@ -44,9 +40,7 @@ def this_machine() -> Target:
     return Target(
         _runs,
         _reads_float8,
-        linear.pays,
-        linear.LEAST_BYTES,
-        linear.MOST,
+        LinearOperator(linear.pays, linear.MOST, linear.many_rows, linear.MANY, linear.LEAST_BYTES),
         linear.reads_heads,
         linear.MOST_OF_HEADS,
         _ranks(),

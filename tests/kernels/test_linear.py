@@ -1,9 +1,10 @@
-"""Products of a few rows with a weight: against float64, by the native kernel and without it."""
+"""Products of rows with a weight: against float64, by the native kernel, in float32 and by torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mla_compile.errors import InputError
 from mla_compile.kernels import linear
 from mla_compile.kernels.cpu import native
 
-few_rows_linear: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_linear.default
+product: Callable[..., Tensor] = torch.ops.mla_compile.linear.default
 few_rows_of_heads: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_of_heads.default
 BOUND = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -34,7 +35,7 @@ def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    got = few_rows_linear(x, weight, bias)
+    got = product(x, weight, bias)
     want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     given = (x.shape, weight.shape, bias is not None)
     assert (got.shape, got.dtype) == (want.shape, x.dtype), given
@@ -71,11 +72,11 @@ def test_threads_do_not_change_a_number():
         results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(few_rows_linear(x, weight))
+            results.append(product(x, weight))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results)
-    alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
+    alone = torch.cat([product(row[None], weight) for row in x])
     torch.testing.assert_close(alone, results[0], rtol=1e-5, atol=1e-4)
 
 
@@ -84,7 +85,7 @@ def test_what_is_no_number_shows(dtype: torch.dtype):
     x, weight = seeded(2, 100, dtype=dtype), seeded(8, 100, dtype=dtype, seed=1)
     weight[3, 99] = torch.nan
     x[1, 0] = torch.inf
-    got = few_rows_linear(x, weight)
+    got = product(x, weight)
     assert got[0].isnan().tolist() == [n == 3 for n in range(8)]
     assert not got[1].isfinite().any()
 
@@ -92,16 +93,16 @@ def test_what_is_no_number_shows(dtype: torch.dtype):
 @pytest.mark.parametrize("rows", [1, 9])
 def test_autocast_changes_neither_dtype_nor_precision(rows: int):
     x, weight = seeded(rows, 64), seeded(8, 64, seed=1)
-    want = few_rows_linear(x, weight)
+    want = product(x, weight)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(few_rows_linear(x, weight), want)
+        assert torch.equal(product(x, weight), want)
 
 
 def test_in_a_compiled_graph_and_counted():
     weight, bias = seeded(40, 24), seeded(40)
 
     def fn(x: Tensor) -> Tensor:
-        return few_rows_linear(x, weight, bias).relu()
+        return product(x, weight, bias).relu()
 
     x = seeded(2, 3, 24)
     torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(x), fn(x))
@@ -109,7 +110,7 @@ def test_in_a_compiled_graph_and_counted():
         fn(x)
     assert counted.get_total_flops() == 2 * 6 * 24 * 40
     torch.library.opcheck(
-        few_rows_linear,
+        product,
         (x[0], weight, bias),
         test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
     )
@@ -138,13 +139,13 @@ def test_no_more_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch):
     weight = seeded(40, 24)
     for rows in (1, 2, 3):
         x = seeded(rows, 24)
-        torch.testing.assert_close(few_rows_linear(x, weight, None, 2), F.linear(x, weight))
+        torch.testing.assert_close(product(x, weight, None, 2), F.linear(x, weight))
     assert taken == ([1, 2] if native.load() is not None else [])
 
 
 def test_gradients_are_refused():
     with pytest.raises(InputError, match="gradient"):
-        few_rows_linear(torch.ones(1, 3, requires_grad=True), torch.ones(4, 3))
+        product(torch.ones(1, 3, requires_grad=True), torch.ones(4, 3))
 
 
 HEADS = [
@@ -207,7 +208,7 @@ def test_scales_and_zero_points_for_groups_of_columns(dtype: torch.dtype, scale:
         # Slices: rows of the codes, scales and zero points that are not contiguous.
         wide = [torch.cat([t, t], 1)[:, : t.shape[1]] for t in (codes, scales, points) if t is not None]
         for given in ([codes, scales, points], [*wide, None][:3]):
-            got = few_rows_linear(x, given[0], bias, 4, *given[1:])
+            got = product(x, given[0], bias, 4, *given[1:])
             want = F.linear(x.double(), weight, bias.double())
             assert (got.shape, got.dtype) == (want.shape, dtype)
             # Torch rounds the scaled weight to the dtype of x; the kernel does not.
@@ -222,16 +223,14 @@ def test_large_zero_points_cost_no_digits():
     zeros = torch.full((8, K // 128), -120, dtype=torch.int8)
     codes = (numbers(8, K, dtype=torch.int8) % 3 - 121).to(torch.int8)
     weight = ((codes.view(8, -1, 128).double() + 120) * scales[..., None].double()).view(8, K)
-    got, want = few_rows_linear(x, codes, None, 4, scales, zeros), F.linear(x.double(), weight)
+    got, want = product(x, codes, None, 4, scales, zeros), F.linear(x.double(), weight)
     assert (got.double() - want).norm() <= BOUND[torch.float32] * F.linear(x.double(), weight.abs()).norm()
 
 
 def test_a_zero_point_of_zero_changes_nothing():
     x, codes, scales = seeded(2, 64), numbers(5, 64, dtype=torch.int8).abs() + 1, seeded(5, 2).abs()
     x[0, 3], x[1, 40] = float("inf"), float("nan")
-    plain, with_zeros = (
-        few_rows_linear(x, codes, None, 4, scales, z) for z in (None, torch.zeros(5, 2).to(torch.int8))
-    )
+    plain, with_zeros = (product(x, codes, None, 4, scales, z) for z in (None, torch.zeros(5, 2).to(torch.int8)))
     assert bool(plain[0].isposinf().all())
     assert bool(plain[1].isnan().all())
     assert torch.equal(plain[0], with_zeros[0])
@@ -245,8 +244,58 @@ def test_few_rows_of_a_weight_with_scales_run_in_the_kernel(kernel: str, monkeyp
     codes = numbers(6, 96, dtype=torch.int8)
     for rows, groups in itertools.product((1, 4, 5), (1, 3, 4)):
         calls.clear()
-        few_rows_linear(seeded(rows, 96), codes, None, 4, seeded(6, groups))
+        product(seeded(rows, 96), codes, None, 4, seeded(6, groups))
         assert bool(calls) is (kernel == "native" and rows <= 4 and groups != 4)
+
+
+HALVES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int8),
+    (torch.float16, torch.float16),
+]
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 1 << 22])
+@pytest.mark.parametrize(("dtype", "stored"), HALVES, ids=str)
+def test_many_rows_in_float32(dtype: torch.dtype, stored: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch):
+    """Rounded once: no difference is larger than half a unit in the last place, and what float32 loses."""
+    monkeypatch.setattr(linear, "_PIECE", piece)
+    for (O, K), rows in itertools.product([(7, 31), (64, 96), (33, 300)], [(16,), (5, 7), (2, 3, 9)]):  # noqa: E741
+        weight, bias = numbers(O, K, dtype=stored), seeded(O, dtype=dtype, seed=2)
+        x = seeded(*rows, K + 2, dtype=dtype)[..., 1:-1]
+        for added in (None, bias):
+            got = product(x, weight, added, 0, wide=True)
+            want = F.linear(x.double(), weight.double(), None if added is None else added.double())
+            assert (got.shape, got.dtype) == (want.shape, dtype)
+            half = torch.finfo(dtype).eps / 2
+            lost = 1e-6 * F.linear(x.double().abs(), weight.double().abs())
+            assert ((got - want).abs() <= half * want.abs() + lost + 1e-7).all(), (O, K, rows)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16])
+def test_fewer_rows_than_many_are_not_widened(rows: int, kernel: str):
+    x, weight = seeded(rows, 96, dtype=torch.bfloat16), seeded(64, 96, dtype=torch.bfloat16, seed=1)
+    got = product(x, weight, None, 4, wide=True)
+    in_float32 = F.linear(x.float(), weight.float()).bfloat16()
+    if rows == 16:
+        assert torch.equal(got, in_float32)
+    elif kernel == "torch" or rows > 4:
+        assert torch.equal(got, F.linear(x, weight))
+    torch.testing.assert_close(got, in_float32, rtol=2e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_many_rows_of_a_weight_with_scales_in_float32(zeros: bool):
+    """The scaled weight is not rounded to 16 bits."""
+    O, K, g = 33, 96, 32  # noqa: E741
+    codes, scales = numbers(O, K, dtype=torch.int8), seeded(O, K // g, dtype=torch.bfloat16)
+    points = numbers(O, K // g, dtype=torch.int8) if zeros else None
+    exact = codes.view(O, -1, g).double() - (0 if points is None else points[..., None].double())
+    weight = (exact * scales[..., None].double()).view(O, K)
+    x = seeded(20, K, dtype=torch.bfloat16)
+    got, want = product(x, codes, None, 0, scales, points, wide=True), F.linear(x.double(), weight)
+    lost = 1e-6 * F.linear(x.double().abs(), weight.abs())
+    assert ((got - want).abs() <= torch.finfo(torch.bfloat16).eps / 2 * want.abs() + lost).all()
 
 
 CODES = torch.ones(4, 6, dtype=torch.int8)
@@ -276,7 +325,7 @@ def test_scales_in_a_compiled_graph():
     codes, scales = numbers(8, 64, dtype=torch.int8), seeded(8, 2)
     zeros = numbers(8, 2, dtype=torch.int8)
     torch.library.opcheck(
-        few_rows_linear,
+        product,
         (seeded(2, 64), codes, None, 4, scales, zeros),
         test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
     )
@@ -313,9 +362,11 @@ def test_heads_in_a_compiled_graph_counted_and_without_gradients():
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    linear._measured.cache_clear()
+    for measured in (linear._measured, linear._measured_many):
+        measured.cache_clear()
     yield
-    linear._measured.cache_clear()
+    for measured in (linear._measured, linear._measured_many):
+        measured.cache_clear()
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -349,3 +400,30 @@ def test_it_pays_where_it_was_measured_to(kernel: str, monkeypatch: pytest.Monke
     assert not linear.pays(cpu, torch.bfloat16, torch.int8, 1, 48)
     assert not linear.pays(cpu, torch.bfloat16, torch.int8, linear.MOST + 1, 64)
     assert len(taken) == count
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("same", "float32", "packed", "plain", "int8", "groups"),
+    [
+        (3.0, 1.0, 2.0, torch.float32, torch.float32, torch.float32),
+        (1.0, 3.0, 2.0, None, torch.bfloat16, None),  # torch's product of int8 is slower than one after a conversion
+        (1.0, 3.0, 1.05, None, None, None),
+        (3.0, 2.9, 1.0, None, None, None),
+    ],
+)
+def test_many_rows_where_they_were_measured_to_be_faster(
+    same: float, float32: float, packed: float, plain: Any, int8: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The clock is ours: each way takes as long as the test says."""
+    seconds = iter(itertools.cycle((same, float32)))
+    monkeypatch.setattr(linear, "timed", lambda call: (call(), next(seconds))[1])
+    cpu = torch.device("cpu")
+    assert linear.many_rows(cpu, torch.bfloat16, torch.bfloat16) == plain
+    seconds = iter(itertools.cycle((same, float32, packed)))
+    assert linear.many_rows(cpu, torch.bfloat16, torch.int8) == int8
+    monkeypatch.setattr(linear, "timed", None)  # measured once
+    assert linear.many_rows(cpu, torch.bfloat16, torch.int8, 32) == groups
+    assert linear.many_rows(cpu, torch.float32, torch.float32) is None
+    assert linear.many_rows(cpu, torch.bfloat16, torch.float32) is None
+    assert linear.many_rows(torch.device("cuda"), torch.bfloat16, torch.bfloat16) is None

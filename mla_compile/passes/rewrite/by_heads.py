@@ -25,10 +25,10 @@ from mla_compile.passes.dependence.again import Dim
 from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
-from mla_compile.passes.ir.graph import args_of, packet, shape, val
+from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.moves import Expand, Fill
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.rewrite.equal_widths import lacking, padded
 
 aten = torch.ops.aten
 
@@ -39,8 +39,7 @@ def by_heads(
     """Compute ``region`` in groups of heads, separated by ``bounds``; return the joined output of all groups.
 
     ``in_order``: whether each group waits for the previous group, as is necessary if a compiler schedules the graph.
-    ``pad``: whether to pad values to the width of the keys, because torch's fused attention on CPUs requires equal
-    widths.
+    ``pad``: whether to pad values to the width of the keys (:mod:`mla_compile.passes.rewrite.equal_widths`).
     """
     maker = _GroupMaker(region, fake_mode, pad=pad)
     builder, dim = maker.builder, region.dim
@@ -91,18 +90,11 @@ class _GroupMaker(PartMaker):
     def _again(
         self, node: fx.Node, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
     ) -> fx.Node:
-        if not self.pad or packet(node) is not aten.scaled_dot_product_attention:
+        columns = lacking(node) if self.pad else 0
+        if not columns:
             return super()._again(node, op, args, kwargs)
-        q, _, v = args_of(node)[:3]
-        wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
-        if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
-            return super()._again(node, op, args, kwargs)
-        # The padded columns become zeros in the output, which are cut off. `constant_pad_nd` would specialise symbolic
-        # sizes of fake tensors.
         query, key, value, *others = args
         assert isinstance(value, fx.Node)
-        lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]
-        zeros = self.builder.call(aten.new_zeros.default, value, [*lead, wide - narrow])
-        padded = self.builder.call(aten.cat.default, [value, zeros], -1)
-        out = super()._again(node, op, (query, key, padded, *others), kwargs)
+        narrow = shape(value)[-1]
+        out = super()._again(node, op, (query, key, padded(self.builder, value, columns), *others), kwargs)
         return self.builder.call(aten.slice.Tensor, out, -1, 0, narrow)

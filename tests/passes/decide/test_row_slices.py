@@ -201,7 +201,8 @@ def test_a_prompt(room, dynamic):
         assert_equal(module, outcome.program, given)
     else:
         assert codes(outcome) == [Code.COST_PREFILL]
-        assert_untouched(program, outcome)
+        assert outcome.absorbed == 0
+        assert_equal(module, outcome.program, given)
 
 
 class Cut(Used):

@@ -138,7 +138,7 @@ def test_one_query_is_absorbed_without_asking():
 
 @pytest.mark.thorough
 def test_many_queries_are_kept_by_cost():
-    program = export(MLA(H=2, L=40, N=24, V=24), inputs(S=300, T=300, L=40))
+    program = export(MLA(H=2, L=40, N=24, V=24 + R), inputs(S=300, T=300, L=40))
     outcome = optimized(program)
     assert codes(outcome) == [Code.COST_PREFILL]
     assert outcome.report.sites[0].reason.startswith("expanding K and V is cheaper: 300 queries against 300 cached")

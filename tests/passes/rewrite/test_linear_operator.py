@@ -1,4 +1,4 @@
-"""Which products of a few rows are handed to the operator, and that models decode alike with it."""
+"""Which products are handed to the operator, and that models decode alike with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_compile import pipeline
 from mla_compile.kernels import linear
 from mla_compile.options import Options
 from mla_compile.passes.ir.walk import weight_nodes
-from mla_compile.passes.rewrite.few_rows import few_rows
+from mla_compile.passes.rewrite.linear_operator import LinearOperator, lower_products
 from mla_compile.pipeline.target import this_machine
 from tests.support.models import build, greedy, prompt
 from tests.support.programs import canonical, export, run, seeded, trace
@@ -36,8 +36,8 @@ def handed(
     """How many products of ``fn(x, *weights)`` the operator takes; the result has to stay the same."""
     program = trace(fn, [x], weights)
     known = weight_nodes(canonical(program), program.weights)
-    pays = pays or (lambda *of: of[3] <= most)
-    done = few_rows(program.gm.graph, program.fake_mode, known, pays, least, 4)
+    operator = LinearOperator(pays or (lambda *of: of[3] <= most), 4, lambda *_: None, linear.MANY, least)
+    done = lower_products(program.gm.graph, program.fake_mode, known, operator)
     program.gm.graph.lint()
     program.gm.recompile()
     with torch.no_grad():
@@ -125,15 +125,16 @@ def test_scales_that_each_call_computes_are_left_to_the_compiler():
     assert handed(given, CODES, SCALES, x=WIDE, pays=whatever_it_costs) == 0
 
 
-@pytest.mark.parametrize(("seen", "pays", "takes"), [(3, 4, 4), (4, 3, 3), (3, 1, None), (5, 4, None)])
+@pytest.mark.parametrize(("seen", "pays", "takes"), [(3, 4, 4), (4, 3, 2), (3, 1, None), (5, 4, None)])
 def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
-    """The operator takes as many as it pays for; where many were seen, all are left to the compiler."""
+    """The operator takes as many as it pays for, of powers of two; where many were seen, the compiler takes all."""
     module = torch.nn.Linear(K, O)
     x = seeded(seen, 1, K, dtype=torch.float32)
     program = export(module, [x], [{0: torch.export.Dim("batch")}])
     known = weight_nodes(canonical(program), program.weights)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[3] <= pays, 0, 4)
-    ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.few_rows_linear.default]
+    operator = LinearOperator(lambda *of: of[3] <= pays, 4, lambda *_: None, linear.MANY, 0)
+    done = lower_products(program.gm.graph, program.fake_mode, known, operator)
+    ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.linear.default]
     assert [n.args[3] for n in ops] == [takes] * done == ([] if takes is None else [takes])
     program.gm.recompile()
     for rows in (2, 4, 7):
@@ -148,6 +149,112 @@ def test_rows_bytes_and_what_pays_decide():
     assert handed(F.linear, W, most=1) == 0
     assert handed(F.linear, W, least=O * K * 4) == 1
     assert handed(F.linear, W, least=O * K * 4 + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "many", "takes"),
+    [
+        (40, torch.float32, (0, True)),
+        (40, torch.bfloat16, (0, False)),  # in the dtype of the rows, but the weight is not what torch reads best
+        (40, None, None),
+        (15, torch.float32, None),  # too few rows for it, and too many for the kernel
+        (3, torch.float32, (3, False)),
+    ],
+)
+def test_many_rows(rows: int, many: torch.dtype | None, takes: tuple[int, bool] | None):
+    program = trace(F.linear, [seeded(rows, K, dtype=torch.bfloat16)], [W.bfloat16()])
+    known = weight_nodes(canonical(program), program.weights)
+    operator = LinearOperator(lambda *of: of[3] <= 4, 4, lambda *_: many, linear.MANY, 0)
+    assert lower_products(program.gm.graph, program.fake_mode, known, operator) == (takes is not None)
+    ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.linear.default]
+    assert [(n.args[3], n.kwargs["wide"]) for n in ops] == ([] if takes is None else [takes])
+
+
+def test_an_open_number_of_many_rows():
+    """The operator multiplies many rows in float32, and fewer by its kernel or as torch does."""
+    module = torch.nn.Linear(K, O).bfloat16()
+    program = export(module, [seeded(40, 1, K, dtype=torch.bfloat16)], [{0: torch.export.Dim("batch")}])
+    known = weight_nodes(canonical(program), program.weights)
+    operator = LinearOperator(lambda *of: of[3] <= 4, 32, lambda *_: torch.float32, linear.MANY, 0)
+    assert lower_products(program.gm.graph, program.fake_mode, known, operator) == 1
+    (node,) = (n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.linear.default)
+    assert (node.args[3], node.kwargs["wide"]) == (4, True)
+    program.gm.recompile()
+    for rows in (2, 4, 7, 16, 33):
+        x = seeded(rows, 1, K, dtype=torch.bfloat16)
+        (got,) = run(program, x)
+        torch.testing.assert_close(got, module(x), rtol=2e-2, atol=2e-2)
+
+
+EXPERTS = seeded(3, 16, K, dtype=torch.bfloat16)
+ENDS = torch.tensor([4, 4, 20], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "least", "takes"),
+    [
+        (lambda x, w, ends: torch._grouped_mm(x, w.mT, ends), 0, (4, True)),
+        (lambda x, w, ends: torch._grouped_mm(x, w.transpose(1, 2), offs=ends), 16 * K * 2, (4, True)),
+        (lambda x, w, ends: torch._grouped_mm(x, w.mT, ends), 16 * K * 2 + 1, None),  # of one group
+        (lambda x, w, ends: torch._grouped_mm(x, (w * x[0, 0]).mT, ends), 0, None),
+        (lambda x, w, ends: torch._grouped_mm(x, w.view(3, K, 16), ends), 0, None),
+    ],
+)
+def test_products_of_experts(fn: Fn, least: int, takes: tuple[int, bool] | None):
+    x = seeded(20, K, dtype=torch.bfloat16)
+    program = trace(lambda x, ends, w: fn(x, w, ends), [x, ENDS], [EXPERTS])
+    known = weight_nodes(canonical(program), program.weights)
+    operator = LinearOperator(lambda *of: of[3] <= 4, 8, lambda *_: torch.float32, linear.MANY, least)
+    assert lower_products(program.gm.graph, program.fake_mode, known, operator) == (takes is not None)
+    ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.grouped_linear.default]
+    assert [(n.args[3], n.kwargs["wide"]) for n in ops] == ([] if takes is None else [takes])
+    program.gm.recompile()
+    with torch.no_grad():
+        got, want = program.gm(x, ENDS, EXPERTS)[0], fn(x, EXPERTS, ENDS)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("most", [4, 8])
+def test_the_mean_group_decides(most: int):
+    """Twenty rows of three groups: seven of each."""
+    x = seeded(20, K, dtype=torch.bfloat16)
+    program = trace(lambda x, ends, w: torch._grouped_mm(x, w.mT, ends), [x, ENDS], [EXPERTS])
+    known = weight_nodes(canonical(program), program.weights)
+    operator = LinearOperator(lambda *of: of[3] <= 4, most, lambda *_: None, linear.MANY, 0)
+    assert lower_products(program.gm.graph, program.fake_mode, known, operator) == (most == 8)
+
+
+def test_calls_that_do_not_absorb_have_the_operator_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "many_rows", lambda *_: torch.float32)
+    module, given = Toy().bfloat16(), decode_inputs()
+    given = [t.bfloat16() if t.is_floating_point() else t for t in given]
+    queries = torch.export.Dim("queries", min=2, max=64)
+    shapes = [{1: queries}, *({} for _ in given[1:])]
+    wide = [given[0].expand(-1, 3, -1).contiguous(), *given[1:]]
+    outcome = pipeline.run(export(module, wide, shapes), Options(products="native", forms="auto"), recompiles=True)
+    assert outcome.variants
+    for program in (outcome.program, outcome.long):
+        assert any(n.target is torch.ops.mla_compile.linear.default for n in program.gm.graph.nodes)
+        with torch.no_grad():
+            torch.testing.assert_close(run(program, *wide)[0], module(*wide)[0], rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("products", ["native", "torch"])
+def test_a_prompt_of_many_rows(products: Any, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is absorbed in a prompt, but its products are computed in float32."""
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "many_rows", lambda *_: torch.float32)
+    model = build("deepseek_v3", num_hidden_layers=1).bfloat16()
+    given = {"input_ids": torch.arange(96)[None] % 90}
+    fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products=products)
+    with torch.no_grad():
+        want = build("deepseek_v3", num_hidden_layers=1).bfloat16().double()(**given).logits
+        got, plain = fast(**given).logits, model(**given).logits
+    assert (got - want).norm() <= 1.1 * (plain - want).norm()
+    assert {str(site.code) for site in fast.mla_report.sites} == {"cost_prefill"}
+    changes = {p.name: p.changes for p in fast.mla_report.passes}["products"]
+    assert changes >= 8 if products == "native" else changes == 0
 
 
 @pytest.mark.thorough
@@ -165,7 +272,7 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
         torch._dynamo.reset()
         fast: Any = mla_compile.optimize(model, codegen=codegen, strict=True, products=products)
         assert torch.equal(greedy(fast, given, 6)[0], want)
-        found = {p.name: p.changes for p in fast.mla_report.passes}["few_rows"]
+        found = {p.name: p.changes for p in fast.mla_report.passes}["products"]
         assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
 
 
@@ -180,7 +287,7 @@ def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
     want, _ = greedy(model, given, 4)
     fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products="native")
     assert torch.equal(greedy(fast, given, 4)[0], want)
-    assert {p.name: p.changes for p in fast.mla_report.passes}["few_rows"] >= 3
+    assert {p.name: p.changes for p in fast.mla_report.passes}["products"] >= 3
 
 
 @pytest.mark.thorough
@@ -201,7 +308,7 @@ def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.Monke
     assert outcome.absorbed == 1
     with torch.no_grad():
         torch.testing.assert_close(run(outcome.program, *given)[0], module(*given)[0])
-    assert ({p.name: p.changes for p in outcome.report.passes}["few_rows"] > 0) is not several
+    assert ({p.name: p.changes for p in outcome.report.passes}["products"] > 0) is not several
 
 
 def test_attention_over_rows_that_heads_share_counts_too(monkeypatch: pytest.MonkeyPatch):
@@ -212,6 +319,6 @@ def test_attention_over_rows_that_heads_share_counts_too(monkeypatch: pytest.Mon
     given = [seeded(dims.B, S, W, dtype=torch.float32) for S, W in ((1, dims.D), (7, dims.N + dims.R))]
     outcome = pipeline.run(export(module, given), Options(products="native"))
     assert outcome.fused == 1
-    assert {p.name: p.changes for p in outcome.report.passes}["few_rows"] >= 3
+    assert {p.name: p.changes for p in outcome.report.passes}["products"] >= 3
     with torch.no_grad():
         torch.testing.assert_close(run(outcome.program, *given)[0], module(*given)[0])
