@@ -30,7 +30,10 @@ def equal_widths(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     done = 0
     for node in list(graph.nodes):
         columns = lacking(node)
-        if not columns or val(node).device.type != "cpu" or hint(size(val(node).shape[-2]), node) < FEWEST:
+        if not columns or val(node).device.type != "cpu":
+            continue
+        queries = val(node).shape[-2]
+        if hint(size(queries), queries) < FEWEST:
             continue
         builder = Builder(node, fake_mode)
         query, key, value, *others = args_of(node)

@@ -126,7 +126,8 @@ def _grouped(node: fx.Node, weights: AbstractSet[fx.Node], operator: LinearOpera
     (weight, views), (rows, *_) = stored, shape(x)
     if len(views) != 1 or weight not in weights or len(shape(x)) != 2 or val(weight).dtype != val(x).dtype:
         return None
-    expected = -(-hint(size(val(x).shape[0]), x) // val(weight).shape[0])
+    traced = val(x).shape[0]
+    expected = -(-hint(size(traced), traced) // val(weight).shape[0])
     counts = _powers_of_two(1, min(operator.most, rows) if isinstance(rows, int) else operator.most)
     found = _faster(x, weight, 0, rows, expected, counts, operator)
     return found and _Call(torch.ops.mla_compile.grouped_linear.default, (x, weight, ends, found[0]), found[1])

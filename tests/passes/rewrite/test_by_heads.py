@@ -348,6 +348,4 @@ def test_both_forms_of_a_graph_that_picks_one_in_each_call():
     assert_equal(module, outcome.long, given)
     assert_equal(module, outcome.long, inputs(S=6, T=9))
     kept = optimized(program, **{**GROUPED, "forms": "auto", "expanded_bytes": None})
-    assert kept.base is program
-    assert calls(kept.long).count(SDPA) == 1
-    assert "new_zeros.default" in calls(kept.long)  # the values are padded to the width of the keys
+    assert kept.long is kept.base is program

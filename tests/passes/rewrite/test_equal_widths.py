@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import mla_compile
 from mla_compile.passes.rewrite.equal_widths import FEWEST, equal_widths
 from tests.support.models import build
-from tests.support.programs import canonical, seeded, trace
+from tests.support.programs import canonical, export, run, seeded, trace
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -61,6 +61,22 @@ def test_options_stay(options: dict[str, Any]):
     q, k, v = seeded(1, 4, 20, 12), seeded(1, heads, 20, 12), seeded(1, heads, 20, 8)
     done, _ = padded(lambda *given: attended(*given, **options), q, k, v)
     assert done == 1
+
+
+class Attended(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attended(q, k, v)
+
+
+@pytest.mark.parametrize("seen", [FEWEST - 1, FEWEST])
+def test_an_open_number_of_queries_is_judged_by_the_one_seen(seen: int):
+    k, v = seeded(2, 3, 50, 12), seeded(2, 3, 50, 8)
+    program = export(Attended(), [seeded(2, 3, seen, 12), k, v], [{2: torch.export.Dim.DYNAMIC}, None, None])
+    assert equal_widths(program.gm.graph, program.fake_mode) == int(seen >= FEWEST)
+    program.gm.recompile()
+    for queries in (2, 33):
+        q = seeded(2, 3, queries, 12)
+        torch.testing.assert_close(run(program, q, k, v)[0], attended(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["minicpm3"])

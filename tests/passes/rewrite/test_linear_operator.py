@@ -224,6 +224,25 @@ def test_the_mean_group_decides(most: int):
     assert lower_products(program.gm.graph, program.fake_mode, known, operator) == (most == 8)
 
 
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(EXPERTS)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, ends)
+
+
+@pytest.mark.parametrize("seen", [12, 13])
+def test_an_open_number_of_rows_of_experts(seen: int):
+    """Judged by the number seen: four or five rows of each group, for a kernel of at most four."""
+    x = seeded(seen, K, dtype=torch.bfloat16)
+    program = export(Experts(), [x, ENDS.clamp(max=seen)], [{0: torch.export.Dim.DYNAMIC}, None])
+    known = weight_nodes(canonical(program), program.weights)
+    operator = LinearOperator(lambda *of: True, 4, lambda *_: None, linear.MANY, 0)
+    assert lower_products(program.gm.graph, program.fake_mode, known, operator) == (seen == 12)
+
+
 def test_calls_that_do_not_absorb_have_the_operator_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
     monkeypatch.setattr(linear, "many_rows", lambda *_: torch.float32)
