@@ -13,8 +13,10 @@ launches that prepare either attention operator on a GPU. They run once for all 
 whose index list names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
-``mla_compile::linear(x, weight, bias=None, most=4, scales=None, zeros=None, *, wide=False) -> y``: a product with
-a weight that is read as it is stored (:mod:`mla_compile.kernels.linear`).
+``mla_compile::linear(x, weight, bias=None, most=4, scales=None, zeros=None, packed=None, *, wide=False) -> y``:
+a product with a weight that is read as it is stored (:mod:`mla_compile.kernels.linear`).
+``mla_compile::pack_codes(codes, scales, zeros=None) -> words``: a weight in four bits, as the kernel for a few rows
+reads it (:mod:`mla_compile.kernels.packed`).
 ``mla_compile::grouped_linear(x, weight, ends, most=4, *, wide=False) -> y``: a product of sorted rows with one
 weight for each group (:mod:`mla_compile.kernels.grouped`).
 ``mla_compile::few_rows_of_heads(x, weight) -> y``: a product of a few rows with a separate weight for each head.
@@ -41,7 +43,7 @@ from torch import Size, Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mla_compile.core import layers
-from mla_compile.kernels import alike, checks, decode, grouped, index, linear, reference, shared
+from mla_compile.kernels import alike, checks, decode, grouped, index, linear, packed, reference, shared
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
 _OperatorCall = TypeVar("_OperatorCall", DecodeCall, IndexCall)
@@ -60,10 +62,11 @@ _NUMBERS = (
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
 _LINEAR_SCHEMA = (
-    f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.FEW}, Tensor? scales=None, Tensor? zeros=None, *, "
-    "bool wide=False) -> Tensor"
+    f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.FEW}, Tensor? scales=None, Tensor? zeros=None, "
+    "Tensor? packed=None, *, bool wide=False) -> Tensor"
 )
 _GROUPED_SCHEMA = f"(Tensor x, Tensor weight, Tensor ends, int most={linear.FEW}, *, bool wide=False) -> Tensor"
+_PACK_SCHEMA = "(Tensor codes, Tensor scales, Tensor? zeros=None) -> Tensor"
 _HEADS_SCHEMA = "(Tensor x, Tensor weight) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (
@@ -180,6 +183,7 @@ def _register() -> torch.library.Library:
     _register_op(library, linear.LINEAR, _LINEAR_SCHEMA, linear.run, linear.fake)
     _refuse_gradient(library, linear.LINEAR)
     register_flop_formula(torch.ops.mla_compile.linear)(_linear_flops)
+    _register_op(library, packed.PACK, _PACK_SCHEMA, packed.pack, packed.fake)
     _register_op(library, grouped.GROUPED, _GROUPED_SCHEMA, grouped.run, grouped.fake)
     _refuse_gradient(library, grouped.GROUPED)
     register_flop_formula(torch.ops.mla_compile.grouped_linear)(_linear_flops)

@@ -187,10 +187,11 @@ ROOMS = {
         kernels.plan kernels.reference kernels.shared""",
     "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.launch
         kernels.plan kernels.reference kernels.triton""",
-    "kernels.linear": "core errors kernels.cpu",
+    "kernels.packed": "errors",
+    "kernels.linear": "core errors kernels.cpu kernels.packed",
     "kernels.grouped": "errors kernels.cpu kernels.linear",
     "ops": """core kernels.alike kernels.call kernels.checks kernels.decode kernels.grouped kernels.index
-        kernels.linear kernels.reference kernels.shared""",
+        kernels.linear kernels.packed kernels.reference kernels.shared""",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",

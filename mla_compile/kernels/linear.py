@@ -9,7 +9,8 @@ On a CPU without instructions for bfloat16, torch's products of many rows in 16 
 in float32. There the operator can convert a piece of the weight at a time and multiply in float32.
 
 An int8 weight [O,K] may have a scale and a zero point for each group of g columns. The codes ``weight[o,k]`` then mean
-``(weight[o,k] - zeros[o,k//g]) * scales[o,k//g]``.
+``(weight[o,k] - zeros[o,k//g]) * scales[o,k//g]``. If they have four bits, the kernel can read a packed copy instead
+(:mod:`mla_compile.kernels.packed`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mla_compile.core.measuring import timed
 from mla_compile.errors import InputError
+from mla_compile.kernels import packed as four_bits
 from mla_compile.kernels.cpu import native
 
 LINEAR = "mla_compile::linear"
@@ -52,6 +54,7 @@ def run(
     most: int = FEW,
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
+    packed: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> Tensor:
@@ -63,17 +66,22 @@ def run(
 
     An int8 weight may have ``scales`` [O,K/g] in float32 or the dtype of ``x``, and ``zeros`` [O,K/g] in int8. The
     kernel is used if g is a multiple of :data:`COLUMNS`. Neither the kernel nor ``wide`` rounds the scaled weight to
-    the dtype of ``x``.
+    the dtype of ``x``. If ``packed`` (:func:`mla_compile.kernels.packed.pack`) is given, the kernel reads it instead of
+    all three. Rows must then be in bfloat16.
 
     Raises :class:`InputError` if the arguments do not fit together.
     """
-    check(x, weight, bias, scales, zeros)
+    check(x, weight, bias, scales, zeros, packed)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
     few = rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel() > 0
     if few and (scales is None or weight.shape[1] // scales.shape[1] % COLUMNS == 0):
         library = native.load()
         if library is not None:
-            out = native.few_rows_product(library, x.reshape(1, rows, -1), weight[None], bias, scales, zeros)
+            given = x.reshape(1, rows, -1)
+            if packed is not None and scales is not None:
+                out = native.packed_product(library, given, packed, scales, bias)
+            else:
+                out = native.few_rows_product(library, given, weight[None], bias, scales, zeros)
             return out.view(*x.shape[:-1], weight.shape[0])
     with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x
         if wide and widens(x.dtype, rows):
@@ -140,15 +148,23 @@ def fake(
     most: int = FEW,
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
+    packed: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> Tensor:
     """Return an empty tensor like the result."""
-    check(x, weight, bias, scales, zeros)
+    check(x, weight, bias, scales, zeros, packed)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, zeros: Tensor | None) -> None:
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    packed: Tensor | None = None,
+) -> None:
     """Raise :class:`InputError` if the arguments do not fit together."""
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise InputError(
@@ -158,6 +174,14 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None,
         raise InputError(f"{LINEAR}: bias is {list(bias.shape)}, expected [O] = [{weight.shape[0]}]")
     _check_groups(x, weight, scales, zeros)
     _check_stored(LINEAR, x, weight, *(() if bias is None else (bias,)))
+    if packed is None:
+        return
+    shape = None if scales is None else four_bits.shape_of(weight, scales)
+    if packed.shape != shape or packed.dtype != torch.int32 or x.dtype != torch.bfloat16 or packed.device != x.device:
+        raise InputError(
+            f"{LINEAR}: packed is {packed.dtype} {list(packed.shape)} on {packed.device} beside rows in {x.dtype}; "
+            f"expected torch.int32 {shape and list(shape)} on {x.device} and rows in torch.bfloat16"
+        )
 
 
 def _check_groups(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> None:
@@ -225,6 +249,17 @@ def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: in
     return _measured(dtype, stored, rows, torch.get_num_threads()) >= _GAIN
 
 
+def packs(device: torch.device, dtype: torch.dtype, scales: torch.dtype, width: int) -> bool:
+    """Whether the kernel multiplies rows of ``dtype`` faster by packed codes than by codes in int8, as measured.
+
+    ``width``: the number of columns that share a scale, whose dtype is ``scales``.
+    """
+    kinds = dtype == torch.bfloat16 and scales in (torch.float32, torch.bfloat16)
+    if device.type != "cpu" or not kinds or width % COLUMNS or native.load() is None:
+        return False
+    return _measured_packed(scales, torch.get_num_threads()) >= _GAIN
+
+
 def many_rows(device: torch.device, dtype: torch.dtype, stored: torch.dtype, width: int = 0) -> torch.dtype | None:
     """Return the dtype in which the operator multiplies many rows faster than compiled code of torch, as measured.
 
@@ -259,6 +294,22 @@ def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) 
             lambda: [native.few_rows_product(library, x[None], w[None]) for w in weights],
         )
     return by_torch / by_kernel
+
+
+@functools.cache
+def _measured_packed(scales: torch.dtype, threads: int) -> float:
+    """Return how many times as fast the kernel is if codes with ``scales`` are packed."""
+    library = native.load()
+    assert library is not None
+    of_groups, x = torch.ones(_SIDE, _SIDE // COLUMNS, dtype=scales), torch.ones(1, 1, _SIDE, dtype=torch.bfloat16)
+    codes = [torch.ones(1, _SIDE, _SIDE, dtype=torch.int8) for _ in range(_BYTES // _SIDE**2)]
+    words = [torch.zeros(four_bits.shape_of(each[0], of_groups), dtype=torch.int32) for each in codes]
+    as_stored, packed = _best(
+        _ROUNDS,
+        lambda: [native.few_rows_product(library, x, each, None, of_groups) for each in codes],
+        lambda: [native.packed_product(library, x, each, of_groups) for each in words],
+    )
+    return as_stored / packed
 
 
 @functools.cache

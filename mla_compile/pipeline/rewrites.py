@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from mla_compile.codes import Code
 from mla_compile.core.program import copy_graph
@@ -204,7 +207,10 @@ def products(state: PassState) -> int:
 
     def replaced(known: Analyses) -> int:
         program = known.program
-        return lower_products(program.gm.graph, program.fake_mode, known.get(read_weights), operator)
+        # The program of calls that do not absorb is for many rows, which are not multiplied by packed weights.
+        packs = program is state.program and state.options.dequantize != "step"
+        keep = functools.partial(fold.keep, program, name="packed", dtype=torch.int32) if packs else None
+        return lower_products(program.gm.graph, program.fake_mode, known.get(read_weights), operator, keep)
 
     return _in_all_calls(state, replaced)
 

@@ -40,7 +40,7 @@ def this_machine() -> Target:
     return Target(
         _runs,
         _reads_float8,
-        LinearOperator(linear.pays, linear.MOST, linear.many_rows, linear.MANY, linear.LEAST_BYTES),
+        LinearOperator(linear.pays, linear.MOST, linear.many_rows, linear.MANY, linear.LEAST_BYTES, linear.packs),
         linear.reads_heads,
         linear.MOST_OF_HEADS,
         _ranks(),

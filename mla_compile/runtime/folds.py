@@ -24,12 +24,11 @@ class _Seen:
 
     tensor: weakref.ref[torch.Tensor]
     snapshot: tuple[torch.Tensor, ...] | None
-    versions: tuple[int, ...]
-    addresses: tuple[int, ...]
+    mark: tuple[int, ...]
 
     def is_current(self, live: torch.Tensor) -> bool:
         """Whether the weight is unchanged. Cheap checks are made first; then every bit is compared."""
-        if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
+        if self.tensor() is not live or self.mark != _mark(live):
             return False
         return self.snapshot is None or all(map(same_bits, parts_of(live.detach()), self.snapshot))
 
@@ -75,7 +74,9 @@ class FoldedWeights:
     def _values(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(id(tensor) for tensor in live.values())
         seen, values = self._known.pop(key, ({}, []))
-        changed = {name for name in live if name not in seen or not seen[name].is_current(live[name])}
+        # Versions and addresses are read in each step. Tensor subclasses would first ask their __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = {name for name in live if name not in seen or not seen[name].is_current(live[name])}
         if not values:
             values = [_shared(fold, live) for fold in self._folds]
         for fold, value in zip(self._folds, values, strict=True) if seen else ():
@@ -85,7 +86,7 @@ class FoldedWeights:
             tensor = live[name]
             owner = weakref.ref(tensor, lambda _: self._known.pop(key, None))
             snapshot = tuple(p.clone() for p in parts_of(tensor.detach())) if name in self._watched else None
-            seen[name] = _Seen(owner, snapshot, versions(tensor), addresses(tensor))
+            seen[name] = _Seen(owner, snapshot, _mark(tensor))
         self._known[key] = (seen, values)
         if len(self._known) > self.SETS:
             del self._known[next(iter(self._known))]
@@ -197,6 +198,14 @@ def versions(tensor: torch.Tensor) -> tuple[int, ...]:
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the address of a tensor, or of each of its plain tensors."""
     return tuple(part.data_ptr() for part in parts_of(tensor))
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the version and the address of a tensor, or the versions of a tensor subclass and the marks inside it."""
+    inner = () if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _inner(tensor)
+    if not inner:
+        return version(tensor), tensor.data_ptr()
+    return (version(tensor), *(number for one in inner for number in _mark(one)))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -62,6 +62,7 @@ KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4, torch.float8_e4m3fn: 5,
     torch.int8: 6,
 }  # fmt: skip
+_INT4 = 7  # the kind of packed codes, which have no dtype
 CALL = struct.Struct("@49q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
 COLUMNS = 32
@@ -287,18 +288,47 @@ def few_rows_product(
     ``(weight - zeros) * scales``, where a scale belongs to g columns, a multiple of :data:`COLUMNS`. ``zeros`` [O,K/g]
     is int8; None means 0. Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
-    x, bias = _dense_rows(x), None if bias is None else bias.contiguous()
+    x = _dense_rows(x)
     if 1 not in weight.stride()[1:] or scales is not None:
         weight = _dense_rows(weight)
     scales, zeros = (None if t is None else t.contiguous() for t in (scales, zeros))
-    (G, M, K), O = x.shape, weight.shape[1]  # noqa: E741  the letter of the output's columns
+    group = 0 if scales is None else weight.shape[2] // scales.shape[1]
+    kinds = (KINDS[weight.dtype], group, KINDS[x.dtype if scales is None else scales.dtype])
+    return _rows_product(library, x, weight.shape[1], weight, weight.stride(), kinds, bias, scales, zeros)
+
+
+def packed_product(library: Library, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x`` [1,M,K] times a weight of four bits plus ``bias`` [O], as [1,M,O] in bfloat16.
+
+    ``packed`` is the result of :func:`mla_compile.kernels.packed.pack` for codes [O,K] and ``scales`` [O,K/g], where g
+    is a multiple of :data:`COLUMNS`. Of ``scales``, only shape and dtype are read. ``x`` and ``bias`` are bfloat16.
+    Raises :class:`MemoryError` if the scratch space cannot be allocated.
+    """
+    O, groups = scales.shape  # noqa: E741  the letter of the output's columns
+    kinds = (_INT4, x.shape[2] // groups, KINDS[scales.dtype])
+    return _rows_product(library, _dense_rows(x), O, packed.contiguous(), (0, 0, 0), kinds, bias)
+
+
+def _rows_product(
+    library: Library,
+    x: Tensor,
+    O: int,  # noqa: E741  the letter of the output's columns
+    weight: Tensor,
+    strides: tuple[int, ...],
+    kinds: tuple[int, int, int],
+    bias: Tensor | None,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Tensor:
+    """Run the kernel. ``kinds``: that of the weight, the number of columns with one scale, and the kind of scales."""
+    bias = None if bias is None else bias.contiguous()
+    G, M, K = x.shape
     out = x.new_empty(G, M, O)
+    weight_kind, group, scale_kind = kinds
     packed = ROWS_CALL.pack(
-        *(G, M, O, K, x.data_ptr(), *x.stride()[:2], weight.data_ptr(), *weight.stride()),
-        *(_address(bias), out.data_ptr()),
-        *(KINDS[x.dtype], KINDS[weight.dtype], torch.get_num_threads()),
-        *(0 if scales is None else K // scales.shape[1], _address(scales), _address(zeros)),
-        KINDS[x.dtype if scales is None else scales.dtype],
+        *(G, M, O, K, x.data_ptr(), *x.stride()[:2], weight.data_ptr(), *strides, _address(bias), out.data_ptr()),
+        *(KINDS[x.dtype], weight_kind, torch.get_num_threads()),
+        *(group, _address(scales), _address(zeros), scale_kind),
     )
     if library.rows(packed):
         raise MemoryError("mla_compile: no memory for the scratch space of the CPU kernel for products of a few rows")

@@ -263,7 +263,7 @@ def widened(value: object, dtype: torch.dtype | None) -> Any:
     return dtype if floating and dtype is not None else value
 
 
-_PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
+_PACKED = ("pack_codes", "_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:

@@ -15,12 +15,14 @@ class Groups(NamedTuple):
     """A weight ``(codes - zeros) * scales``, where each scale and zero point belongs to ``width`` columns of a row.
 
     ``codes`` is int8 [O,K], ``scales`` [O,K/width], and ``zeros`` is int8 [O,K/width] or None.
+    ``four_bits`` says that the codes are declared to be -8 to 7.
     """
 
     codes: fx.Node
     scales: fx.Node
     zeros: fx.Node | None
     width: int
+    four_bits: bool
 
 
 def groups_of(node: fx.Node) -> Groups | None:
@@ -41,4 +43,6 @@ def groups_of(node: fx.Node) -> Groups | None:
     fits = shape(scales) == expected and val(scales).dtype in (torch.float32, val(node).dtype)
     if is_tensor(zeros):
         fits = fits and shape(zeros) == expected and val(zeros).dtype == torch.int8
-    return Groups(codes, scales, zeros, width) if fits else None
+    bounds = [told["quant_min"], told["quant_max"]]
+    four_bits = all(isinstance(bound, (int, float)) and -8 <= bound <= 7 for bound in bounds)
+    return Groups(codes, scales, zeros, width, four_bits) if fits else None

@@ -21,11 +21,10 @@ from torch import fx
 from mla_compile.core.choices import Dequantize
 from mla_compile.core.program import Program
 from mla_compile.passes.ir.collectives import gathered
-from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import OURS, Builder, packet, val
 from mla_compile.passes.ir.walk import reachable, remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, is_float8, made_of, stored_leaves
-from mla_compile.passes.rewrite.fold import add_input
+from mla_compile.passes.rewrite.fold import keep
 from mla_compile.passes.rewrite.project import FEW_ROWS, Heads, reads_stored, rows_sharing_weight, takes
 from mla_compile.passes.rewrite.records import Absorbed
 
@@ -85,6 +84,6 @@ def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads
 
 def _keep(program: Program, weight: fx.Node, dtype: torch.dtype) -> None:
     """Redirect all readers of ``weight`` to a new input that holds its value in ``dtype``."""
-    node, *_ = add_input(program, Expr.leaf(weight, program.fake_mode), dtype, "dequantized", stored=True)
+    node = keep(program, weight, "dequantized", dtype)
     builder = Builder(weight, program.fake_mode)
     weight.replace_all_uses_with(builder.cast(node, val(weight).dtype))

@@ -142,6 +142,11 @@ def add_input(
     return node, closed, names
 
 
+def keep(program: Program, node: fx.Node, name: str, dtype: torch.dtype) -> fx.Node:
+    """Return a new input that holds ``node`` in ``dtype``. The node only decodes or packs stored weights."""
+    return add_input(program, Expr.leaf(node, program.fake_mode), dtype, name, stored=True)[0]
+
+
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
     """Return ``expr`` in terms of the program's inputs, and their names. These inputs are never removed."""
     names: dict[str, None] = {}

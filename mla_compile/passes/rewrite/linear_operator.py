@@ -8,6 +8,7 @@ Before: ``_grouped_mm(x, permute(weight), ends)``, the products of a mixture of 
 
 After: ``mla_compile::grouped_linear(x, weight, ends, most, wide=wide)``
 
+Codes of four bits, stored as int8, are packed once: ``linear(x, codes, ..., packed)`` with a new input ``packed``.
 The kernel of the operators multiplies up to ``most`` rows (of a group) at the speed of reading the weight. If ``wide``,
 many rows are multiplied in float32.
 """
@@ -45,6 +46,8 @@ class LinearOperator:
         many_rows: the dtype in which the operator multiplies many rows faster; None if compiled code is faster.
         many: the number of rows from which the operator may multiply in that dtype.
         least_bytes: the smallest weight for the operator, if there are few rows.
+        packs: whether its kernel is faster if codes of four bits are packed, by device, dtypes of rows and scales, and
+            number of columns that share a scale.
     """
 
     pays: Callable[[torch.device, torch.dtype, torch.dtype, int, int], bool]
@@ -52,13 +55,14 @@ class LinearOperator:
     many_rows: Callable[[torch.device, torch.dtype, torch.dtype, int], torch.dtype | None]
     many: int
     least_bytes: int
+    packs: Callable[[torch.device, torch.dtype, torch.dtype, int], bool] = lambda *_: False
 
 
 class LinearProduct(NamedTuple):
     """The operands: x [...,K], weight [O,K], and bias [O] or None.
 
     If ``width`` is not 0, the weight holds int8 codes, and each scale and zero point [O,K/width] belongs to ``width``
-    columns of a row.
+    columns of a row. ``four_bits``: whether the codes are -8 to 7.
     """
 
     x: fx.Node
@@ -67,29 +71,42 @@ class LinearProduct(NamedTuple):
     scales: fx.Node | None = None
     zeros: fx.Node | None = None
     width: int = 0
+    four_bits: bool = False
 
 
 class _Call(NamedTuple):
-    """A call of an operator: its arguments, and how many rows its kernel takes or whether it widens more rows."""
+    """A call of an operator: its arguments, and how many rows its kernel takes or whether it widens more rows.
+
+    ``packs``: the codes, scales and zero points of a weight that the kernel reads faster if they are packed.
+    """
 
     op: Any
     args: tuple[fx.Node | int | None, ...]
     wide: bool
+    packs: tuple[fx.Node | None, ...] = ()
 
 
 def lower_products(
-    graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: AbstractSet[fx.Node], operator: LinearOperator
+    graph: fx.Graph,
+    fake_mode: FakeTensorMode | None,
+    weights: AbstractSet[fx.Node],
+    operator: LinearOperator,
+    keep: Callable[[fx.Node], fx.Node] | None = None,
 ) -> int:
     """Replace products by the operators where they are faster; return how many were replaced.
 
     ``weights``: the nodes computed from weights only. If a weight is computed in each call, its product is left to the
-    compiler, which may fuse the two. A weight with a scale for each group of columns is read as it is stored.
+    compiler, which may fuse the two. A weight with a scale for each group of columns is read as it is stored, or packed
+    if ``keep`` is given, which turns a node into an input that holds its value.
     """
     done = 0
     for node in list(graph.nodes):
         call = _linear(node, weights, operator) or _grouped(node, weights, operator)
         if call is not None:
-            new = Builder(node, fake_mode).call(call.op, *call.args, wide=call.wide)
+            builder, packed = Builder(node, fake_mode), []
+            if call.packs and keep is not None:
+                packed = [keep(builder.call(torch.ops.mla_compile.pack_codes.default, *call.packs))]
+            new = builder.call(call.op, *call.args, *packed, wide=call.wide)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             done += 1
@@ -103,7 +120,7 @@ def _linear(node: fx.Node, weights: AbstractSet[fx.Node], operator: LinearOperat
     product = _product(node)
     if product is None:
         return None
-    x, weight, bias, scales, zeros, width = product
+    x, weight, bias, scales, zeros, width, four_bits = product
     stored = {_copied(n) for n in (weight, scales, zeros) if n is not None}
     if not stored <= weights or any(val(n).dtype != val(node).dtype for n in (x, bias) if n is not None):
         return None
@@ -112,7 +129,15 @@ def _linear(node: fx.Node, weights: AbstractSet[fx.Node], operator: LinearOperat
     # A symbolic number is 2 or more, because the graph for one row is compiled separately.
     counts = [rows] if isinstance(rows, int) else _powers_of_two(2, operator.most)
     found = _faster(x, weight, width, rows, expected, counts, operator)
-    return found and _Call(torch.ops.mla_compile.linear.default, (x, weight, bias, found[0], scales, zeros), found[1])
+    if found is None:
+        return None
+    most, wide = found
+    packs: tuple[fx.Node | None, ...] = ()
+    # A weight that is copied in each call is not packed, because packing takes longer than the product.
+    if most and four_bits and scales is not None and stored == {weight, scales, zeros} - {None}:
+        kinds = (val(x).device, val(x).dtype, val(scales).dtype)
+        packs = (weight, scales, zeros) if operator.packs(*kinds, width) else ()
+    return _Call(torch.ops.mla_compile.linear.default, (x, weight, bias, most, scales, zeros), wide, packs)
 
 
 def _grouped(node: fx.Node, weights: AbstractSet[fx.Node], operator: LinearOperator) -> _Call | None:
@@ -201,4 +226,4 @@ def _product(node: fx.Node) -> LinearProduct | None:
         return LinearProduct(factors[0], stored[0], bias)
     if val(stored[0]).dtype != val(node).dtype:  # the weight is rounded to fewer digits than the product has
         return None
-    return LinearProduct(factors[0], groups.codes, bias, groups.scales, groups.zeros, groups.width)
+    return LinearProduct(factors[0], groups.codes, bias, *groups[1:])

@@ -14,6 +14,7 @@ from torch import Tensor
 import mla_compile
 from mla_compile import pipeline
 from mla_compile.kernels import linear
+from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.rewrite.linear_operator import LinearOperator, lower_products
@@ -295,18 +296,54 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
         assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
 
 
+def of_few_bits(kind: torch.dtype, dtype: torch.dtype = torch.float32) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = build("deepseek_v3", hidden_size=64, q_lora_rank=32, v_head_dim=16, num_hidden_layers=1).to(dtype)
+    config = quantization.IntxWeightOnlyConfig(weight_dtype=kind, granularity=quantization.PerGroup(32))
+    quantization.quantize_(model, config)
+    return model
+
+
 @pytest.mark.singly
 def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
-    quantization = pytest.importorskip("torchao.quantization")
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    model = build("deepseek_v3", hidden_size=64, q_lora_rank=32, v_head_dim=16, num_hidden_layers=1)
-    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
-    quantization.quantize_(model, config)
+    model = of_few_bits(torch.int4)
     given = prompt(batch=1, pad=0)
     want, _ = greedy(model, given, 4)
     fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products="native")
     assert torch.equal(greedy(fast, given, 4)[0], want)
     assert {p.name: p.changes for p in fast.mla_report.passes}["products"] >= 3
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize(
+    ("kind", "dequantize"), [(torch.int4, "auto"), *also("combination", (torch.int4, "step"), (torch.int8, "auto"))]
+)
+def test_codes_of_four_bits_are_packed_once(kind: torch.dtype, dequantize: str, monkeypatch: pytest.MonkeyPatch):
+    if native.load() is None:
+        pytest.skip("no native kernel here")
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "packs", lambda *_: True)
+    read: list[int] = []
+    multiply = native.packed_product
+    monkeypatch.setattr(
+        native, "packed_product", lambda *given: (read.append(given[2].data_ptr()), multiply(*given))[1]
+    )
+    model = of_few_bits(kind, torch.bfloat16)
+    fast: Any = mla_compile.optimize(model, codegen="eager", strict=True, products="native", dequantize=dequantize)
+    given, before = prompt(batch=1, pad=0), None
+    for _ in range(2):
+        read.clear()
+        want, logits = greedy(model, given, 4)[1], greedy(fast, given, 4)[1]
+        assert (logits - want).norm() < 0.03 * want.norm()
+        assert before is None or not torch.equal(before, logits)
+        if kind == torch.int4 and dequantize == "auto":
+            assert len(read) >= 3 * len(set(read)) >= 27  # the same memory in each of three steps
+        else:
+            assert not read
+        before = logits
+        with torch.no_grad():  # a write to a tensor inside the weight
+            model.model.layers[0].self_attn.o_proj.weight.scale.mul_(1.5)
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@
 
 namespace mla {
 
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL = 4, FLOAT8 = 5, INT8 = 6 };
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL = 4, FLOAT8 = 5, INT8 = 6, INT4 = 7 };
 
 enum Amx_use : int64_t { AMX_NEVER = 0, AMX_WHERE_FASTER = 1, AMX_ALWAYS = 2 };
 

@@ -17,6 +17,7 @@
 #include "fma.h"
 #include "index.h"
 #include "mask.h"
+#include "packed.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -260,7 +261,7 @@ int mla_decode_attention(const mla::Call* call) {
 // 0; 1 where there is no memory to work in.
 int mla_few_rows(const mla::RowsCall* call) {
   using namespace mla;
-  return !multiply_rows(*call);
+  return !(call->weight_kind == INT4 ? multiply_packed(*call) : multiply_rows(*call));
 }
 
 // 0; 1 where there is no memory to work in.

@@ -22,7 +22,7 @@ struct RowsCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t w_g, w_o, w_k;
   const char* bias;  // [O], of the kind of x, or null
   char* out;         // [G,M,O] contiguous, of the kind of x
-  int64_t kind, weight_kind, threads;  // kind: FLOAT32 or BFLOAT16; of the weight also INT8
+  int64_t kind, weight_kind, threads;  // kind: FLOAT32 or BFLOAT16; of the weight also INT8, or INT4 (packed.h)
   int64_t group;       // columns with one scale, a multiple of 32; 0: no scales
   const char* scales;  // [O,K/group] contiguous
   const char* zeros;   // [O,K/group] contiguous, int8, or null
