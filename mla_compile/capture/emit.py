@@ -19,7 +19,7 @@ from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
 from mla_compile.core.program import Program, results_of, view_source
 from mla_compile.errors import CaptureError
-from mla_compile.passes.ir.graph import Builder
+from mla_compile.passes.ir.graph import Builder, new_input
 
 aten = torch.ops.aten
 
@@ -57,6 +57,26 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     vars(gm)["_param_name_to_source"] = {name: known.get(name, ConstantSource(name)) for name in state}
     gm.recompile()
     return gm
+
+
+def constants_as_inputs(gm: fx.GraphModule) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Turn the constants of a graph for Dynamo into further inputs. Return the fake and the real tensor of each."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for node in list(gm.graph.find_nodes(op="get_attr")):
+        value = fx.graph_module._get_attr(gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            continue
+        own = new_input(gm.graph, f"constant_{len(found)}", node.meta["val"])
+        own._dynamo_source = None
+        own.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        node.replace_all_uses_with(own)
+        gm.graph.erase_node(node)
+        found.append((node.meta["val"], value.detach()))
+    for name, _ in (*gm.named_parameters(), *gm.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        delattr(gm.get_submodule(owner), leaf)
+    gm.recompile()
+    return found
 
 
 def to_plain_graph_module(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
+from mla_compile.capture.emit import constants_as_inputs
 from mla_compile.core.counting import count
 from mla_compile.core.program import Call, Inputs
 from mla_compile.dynamo.progress import Compilations
@@ -32,8 +34,12 @@ class CodeGenerator:
         count("compilations", graph="forward")
         from torch._inductor import compile_fx, exc  # imported on use: loads all of Inductor
 
+        # Code that is saved loses the constants of its graph (torch 2.13), and would take its inputs for these.
+        saved = torch._functorch.config.bundled_autograd_cache
+        constants = constants_as_inputs(gm) if saved else ()
+        inputs = [*example_inputs, *(fake for fake, _ in constants)]
         try:
-            code: object = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
+            code: object = compile_fx.compile_fx(gm, inputs, config_patches=self.patches)
         except exc.InductorError as error:
             if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
                 raise
@@ -42,8 +48,9 @@ class CodeGenerator:
                 "torch finds no C++ compiler, which Inductor needs: graphs run uncompiled, and slower; install g++, "
                 'or choose codegen="eager"'
             )
-            return gm
-        return cast("Call", code)
+            code = gm
+        call, values = cast("Call", code), tuple(value for _, value in constants)
+        return (lambda *given: call(*given, *values)) if values else call
 
     def by_parts(self, emitted: Callable[[], fx.GraphModule], example_inputs: Inputs) -> Call | None:
         """Compile one layer of each kind in a graph, and return code that calls the compiled layers.

@@ -97,6 +97,20 @@ def test_another_process_runs_it_with_other_weights_and_traces_nothing(saved: Pa
     subprocess.run([sys.executable, "-c", PROCESS, str(saved)], check=True, cwd=Path(__file__).parents[2])
 
 
+class WithConstants(OneLayer):
+    """A graph with tensors of its own, as where transformers' caches begin with empty ones."""
+
+    def forward(self, x: Tensor, past: Any = None) -> Any:
+        return super().forward(x * torch.tensor([1.5, 0.5]).sum().to(x.dtype), past)
+
+
+@full("inductor")
+def test_constants_of_a_graph_are_saved_with_inductors_code(tmp_path: Path):
+    mla_compile.save(mla_compile.optimize(WithConstants(), **{**FAST, "codegen": "inductor"}), tmp_path / "code", texts)
+    fast = mla_compile.load(tmp_path / "code", other_weights(WithConstants()))
+    assert_same(texts(fast), texts(other_weights(WithConstants())))
+
+
 def test_our_kernels_are_saved_only_with_code_that_calls_them(saved: Path):
     assert FAST["lowering"] == "aten"
     assert NATIVE not in os.listdir(saved)
