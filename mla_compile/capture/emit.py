@@ -72,7 +72,8 @@ def constants_as_inputs(gm: fx.GraphModule) -> list[tuple[torch.Tensor, torch.Te
         node.replace_all_uses_with(own)
         gm.graph.erase_node(node)
         found.append((node.meta["val"], value.detach()))
-    for name, _ in (*gm.named_parameters(), *gm.named_buffers()):
+    # One tensor may have several names. All go, because AOTAutograd would count each as an input.
+    for name, _ in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
         delattr(gm.get_submodule(owner), leaf)
     gm.recompile()
