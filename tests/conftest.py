@@ -20,6 +20,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, which spin too
 # Before transformers is: its models are built from configs, and a look-up by mistake is an error, not a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# Dynamo searches for garbage after each graph that it compiles; here, that is done once for each file.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import hypothesis
 import pytest
@@ -84,6 +86,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    gc.set_threshold(1_000_000, 20, 20)  # most tests are over before a search finds anything
     # pytest 9.2 listens to all loggers that do not propagate. Where anybody listens to this one, torch writes down
     # every graph and tensor that it traces, with the stack.
     logging.getLogger("torch.__trace").propagate = True
@@ -101,6 +104,8 @@ def _fresh_compiler() -> Iterator[None]:
     """
     yield
     if "torch._dynamo" in sys.modules:
+        # For a line of its log, Dynamo empties the processor's caches and measures how long each graph's guards take.
+        sys.modules["torch"]._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         sys.modules["torch"]._dynamo.reset()
         # Each trace looks through all operators that the process has dispatched, and would be slower from test to test.
         sys.modules["torch"]._ops.reset_cached_ops()

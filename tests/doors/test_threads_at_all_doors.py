@@ -81,10 +81,13 @@ def generating(fast: Any, model: Any, seed: int) -> Callable[[], None]:
     return work
 
 
-@pytest.mark.parametrize("times", [1, *also("draws", 2)])
-def test_threads_at_every_door_that_traces(times: int, tmp_path: Path) -> None:
-    model = models.build("deepseek_v3", num_hidden_layers=1, tie_word_embeddings=False)
-    fast = mla_compile.continuous_batching(model, **UNCHECKED)  # whose first steps are made below
-    doors = (optimized_program, optimized_module, compiled, explained, served)
-    several = [door(seed) for seed in range(times) for door in doors]
-    at_once([*several, exported(3, tmp_path), *(generating(fast, model, 6 + k) for k in range(times))])
+@pytest.mark.parametrize(("times", "serving"), [(1, False), *also("combination", (2, True))])
+def test_threads_at_every_door_that_traces(times: int, serving: bool, tmp_path: Path) -> None:
+    doors = [optimized_program, optimized_module, compiled, explained]
+    work: list[Callable[[], None]] = [exported(3, tmp_path)]
+    if serving:
+        model = models.build("deepseek_v3", num_hidden_layers=1, tie_word_embeddings=False)
+        fast = mla_compile.continuous_batching(model, **UNCHECKED)  # whose first steps are made below
+        doors.append(served)
+        work += [generating(fast, model, 6 + k) for k in range(times)]
+    at_once([*work, *(door(seed) for seed in range(times) for door in doors)])

@@ -79,6 +79,7 @@ def test_an_open_number_of_queries_is_judged_by_the_one_seen(seen: int):
         torch.testing.assert_close(run(program, q, k, v)[0], attended(q, k, v), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["minicpm3"])
 def test_a_prompt_runs_in_the_fused_attention(family: str):
     """As torch's profiler sees it, with results as close to float64 as the original's."""

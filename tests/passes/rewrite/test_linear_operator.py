@@ -304,6 +304,7 @@ def of_few_bits(kind: torch.dtype, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.singly
 def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
@@ -315,6 +316,7 @@ def test_models_of_four_bits_decode_alike(monkeypatch: pytest.MonkeyPatch):
     assert {p.name: p.changes for p in fast.mla_report.passes}["products"] >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.singly
 @pytest.mark.parametrize(
     ("kind", "dequantize"), [(torch.int4, "auto"), *also("combination", (torch.int4, "step"), (torch.int8, "auto"))]
