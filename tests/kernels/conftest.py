@@ -1,4 +1,4 @@
-"""A launch without a GPU."""
+"""A launch without a GPU, and CPU operators with and without the native kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_compile.kernels import launch
+from mla_compile.kernels.cpu import native
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.triton import runner
 from tests.support.fake_driver import FakeDriver
@@ -27,3 +28,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     launch.clear()
     yield fake
     launch.clear()
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes an operator on a CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
+        pytest.skip("no native kernel here")
+    return str(request.param)

@@ -16,14 +16,7 @@ from mla_compile.kernels.cpu import native
 product: Callable[..., Tensor] = torch.ops.mla_compile.grouped_linear.default
 BOUND = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
-
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load", lambda: None)
-    elif native.load() is None:
-        pytest.skip("no native kernel here")
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def seeded(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

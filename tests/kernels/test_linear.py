@@ -20,14 +20,7 @@ product: Callable[..., Tensor] = torch.ops.mla_compile.linear.default
 few_rows_of_heads: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_of_heads.default
 BOUND = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
-
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load", lambda: None)
-    elif native.load() is None:
-        pytest.skip("no native kernel here")
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.graph import Builder, shape
+from mla_compile.passes.ir.graph import Builder, replace_each, shape
 from mla_compile.passes.ir.moves import Rearrange
 from mla_compile.passes.ir.operators import decode, varying, whole_scatter
 
@@ -20,17 +20,16 @@ aten = torch.ops.aten
 
 def read_scatters(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     """Rewrite scatters that send whole rows to positions; return how many."""
-    found = 0
-    for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
+
+    def write(node: fx.Node) -> fx.Node | None:
         scatter = whole_scatter(node)
-        if scatter is not None and varying(scatter[2]) <= {scatter[1]}:
-            base, dim, index, x = scatter
-            builder = Builder(node, fake_mode)
-            at = _along(builder, index, dim)
-            node.replace_all_uses_with(builder.call(aten.index_copy.default, base, dim, at, x))
-            graph.erase_node(node)
-            found += 1
-    return found
+        if scatter is None or not varying(scatter[2]) <= {scatter[1]}:
+            return None
+        base, dim, index, x = scatter
+        builder = Builder(node, fake_mode)
+        return builder.call(aten.index_copy.default, base, dim, _along(builder, index, dim), x)
+
+    return replace_each(graph.find_nodes(op="call_function", target=aten.scatter.src), write)
 
 
 def _along(builder: Builder, node: fx.Node, dim: int) -> fx.Node:

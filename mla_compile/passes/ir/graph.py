@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -282,6 +282,18 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
         assert callable(node.target)
         memo[node] = builder.call(node.target, *args)
     return memo[node]
+
+
+def replace_each(nodes: Iterable[fx.Node], replacement: Callable[[fx.Node], fx.Node | None]) -> int:
+    """Replace each node for which ``replacement`` returns another one, and erase it; return how many."""
+    done = 0
+    for node in list(nodes):
+        new = replacement(node)
+        if new is not None:
+            node.replace_all_uses_with(new)
+            node.graph.erase_node(node)
+            done += 1
+    return done
 
 
 def latest_of(node: fx.Node) -> fx.Node:

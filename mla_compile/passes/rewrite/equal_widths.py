@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val
+from mla_compile.passes.ir.graph import Builder, args_of, packet, replace_each, shape, val
 from mla_compile.passes.ir.sizes import hint, size
 
 aten = torch.ops.aten
@@ -27,22 +27,21 @@ def equal_widths(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
     A symbolic number of queries is judged by its hint.
     """
-    done = 0
-    for node in list(graph.nodes):
+
+    def of_equal_widths(node: fx.Node) -> fx.Node | None:
         columns = lacking(node)
         if not columns or val(node).device.type != "cpu":
-            continue
+            return None
         queries = val(node).shape[-2]
         if hint(size(queries), queries) < FEWEST:
-            continue
+            return None
         builder = Builder(node, fake_mode)
         query, key, value, *others = args_of(node)
-        attended = builder.call(node.target, query, key, padded(builder, value, columns), *others, **node.kwargs)
-        out = builder.call(aten.slice.Tensor, attended, -1, 0, shape(value)[-1])
-        node.replace_all_uses_with(out)
-        graph.erase_node(node)
-        done += 1
-    return done
+        wide = padded(builder, value, columns)
+        attended = builder.call(aten.scaled_dot_product_attention.default, query, key, wide, *others, **node.kwargs)
+        return builder.call(aten.slice.Tensor, attended, -1, 0, shape(value)[-1])
+
+    return replace_each(graph.nodes, of_equal_widths)
 
 
 def lacking(node: fx.Node) -> int:

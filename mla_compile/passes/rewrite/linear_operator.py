@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.graph import Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.graph import Builder, args_of, argument, bytes_hint, packet, replace_each, shape, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.groups import groups_of
@@ -99,18 +99,17 @@ def lower_products(
     compiler, which may fuse the two. A weight with a scale for each group of columns is read as it is stored, or packed
     if ``keep`` is given, which turns a node into an input that holds its value.
     """
-    done = 0
-    for node in list(graph.nodes):
+
+    def lowered(node: fx.Node) -> fx.Node | None:
         call = _linear(node, weights, operator) or _grouped(node, weights, operator)
-        if call is not None:
-            builder, packed = Builder(node, fake_mode), []
-            if call.packs and keep is not None:
-                packed = [keep(builder.call(torch.ops.mla_compile.pack_codes.default, *call.packs))]
-            new = builder.call(call.op, *call.args, *packed, wide=call.wide)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            done += 1
-    if done:
+        if call is None:
+            return None
+        builder, packed = Builder(node, fake_mode), []
+        if call.packs and keep is not None:
+            packed = [keep(builder.call(torch.ops.mla_compile.pack_codes.default, *call.packs))]
+        return builder.call(call.op, *call.args, *packed, wide=call.wide)
+
+    if done := replace_each(graph.nodes, lowered):
         remove_dead_code(graph)
     return done
 

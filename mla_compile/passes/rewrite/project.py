@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, elements_hint, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, elements_hint, packet, replace_each, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, stored_leaves
@@ -68,18 +68,16 @@ def lower_projections(
     After: ``mla_compile::few_rows_of_heads(x, w)``, with x as [h,b,s,n] and w as [h,l,n], if ``heads`` takes the
     product. Otherwise: ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
     """
-    done = 0
-    for node in list(graph.nodes):
+
+    def lowered(node: fx.Node) -> fx.Node | None:
         if packet(node) is not aten.einsum or OURS not in node.meta or args_of(node)[1][1] not in weights:
-            continue
-        new = heads and _of_heads(node, heads, fake_mode)
+            return None
+        new = _of_heads(node, heads, fake_mode) if heads else None
         if new is None and _is_converted(args_of(node)[1][1]) and rows_sharing_weight(node) <= FEW_ROWS:
             new = _multiply_and_sum(node, fake_mode)
-        if new is not None:
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            done += 1
-    if done:
+        return new
+
+    if done := replace_each(graph.nodes, lowered):
         remove_dead_code(graph)
     return done
 
