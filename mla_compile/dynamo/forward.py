@@ -30,7 +30,6 @@ from mla_compile.dynamo.trace import PassFailedError, trace
 from mla_compile.dynamo.watch import compiled, unwatch, watch_methods
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
-from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.report.report import LEFT_OUT, NOTHING_YET, Report
 from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
@@ -136,14 +135,12 @@ class CompiledForward(OwnForward):
             outer = vars(self.outer).get("forward")
             return outer._device_of_all() if isinstance(outer, CompiledForward) else None
         if self._unwrapped is None:
-            self._set_up()
+            self._take_off()
         assert self._unwrapped is not None
         return self._unwrapped.device
 
     @one_at_a_time()
-    def _set_up(self) -> None:
-        if self.options.lowering == "op" and any(parameter.is_cpu for parameter in self.module.parameters()):
-            native.begin()  # while Dynamo traces the model
+    def _take_off(self) -> None:
         if self._unwrapped is None:  # another thread may have removed the wrappers
             found = take_off(self.module)
             for part in (self, *self._parts):

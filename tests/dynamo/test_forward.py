@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from mla_compile import InputError, MlaCompileWarning, optimize
-from mla_compile.kernels.cpu import native
 from tests.support.compiling import assert_untouched, state
 from tests.support.models import build, greedy, prompt
 from tests.support.tiers import full
@@ -49,19 +48,6 @@ def test_generate_runs_the_absorbed_decode(cache: str) -> None:
     assert torch.equal(got, want)
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)
     assert fast.mla_report.absorbed >= model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize(("lowering", "begun"), [("op", 1), ("aten", 0)])
-def test_kernels_are_built_while_the_first_call_is_traced(
-    lowering: str, begun: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(native, "begin", lambda: calls.append("begun"))
-    fast = optimize(nn.Linear(3, 4), **{**FAST, "lowering": lowering})
-    assert not calls
-    with torch.no_grad():
-        fast(torch.randn(2, 3)), fast(torch.randn(2, 3))
-    assert len(calls) == begun
 
 
 def test_generate_does_not_compile_a_second_time() -> None:

@@ -1,9 +1,9 @@
 """The native CPU kernels for decode attention, the indexer, and products of a few rows: built from csrc/ on first use.
 
 Inductor builds the kernels with its compiler, flags and locked disk cache, so they are available wherever
-``torch.compile`` works on CPU. The first use on a machine takes 10 to 20 s; :func:`begin` lets other work go on during
-that time. The kernels are called through ctypes. If they cannot be built, :func:`load` logs the reason in one line, and
-torch's operators compute the same. ``MLA_COMPILE_NATIVE=0`` in the environment disables the kernels.
+``torch.compile`` works on CPU. The first use on a machine takes 3 to 15 s. The kernels are called through ctypes. If
+they cannot be built, :func:`load` logs the reason in one line, and torch's operators compute the same.
+``MLA_COMPILE_NATIVE=0`` in the environment disables the kernels.
 
 The design choices, with measured speeds in GFLOP/s of CPU time, for 2BSHT(2L+R) operations at L = 512 and R = 64.
 Unless another core is named, the measurements are from one core with AVX-512 and AMX:
@@ -34,7 +34,6 @@ Unless another core is named, the measurements are from one core with AVX-512 an
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import logging
@@ -106,26 +105,8 @@ def offer(path: str) -> None:
 
 
 @functools.cache
-def begin() -> None:
-    """Start to build the kernels in the background, so that :func:`load` has less to wait for."""
-    if not (_is_disabled() or _offered or _load_once.cache_info().currsize):
-        threading.Thread(target=_build_ahead, name="mla_compile kernels", daemon=True).start()
-
-
-def _build_ahead() -> None:
-    # The result is the file. The lock is only Inductor's, so a process that is forked meanwhile does not wait for a
-    # thread that it does not have.
-    with contextlib.suppress(Exception):  # load() meets the same error, and says so
-        _build()
-
-
-def _is_disabled() -> bool:
-    return os.environ.get("MLA_COMPILE_NATIVE", "1") == "0"
-
-
-@functools.cache
 def _load_once() -> Library | None:
-    if _is_disabled():
+    if os.environ.get("MLA_COMPILE_NATIVE", "1") == "0":
         log.info("native CPU kernel: switched off by MLA_COMPILE_NATIVE=0")
         return None
     try:

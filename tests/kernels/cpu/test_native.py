@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,67 +42,9 @@ def test_what_the_compiler_and_the_machine_have(float16: bool, amx: bool):
 def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the test make the attempt to build that a process makes once."""
     cpu_native._load_once.cache_clear()
-    cpu_native.begin.cache_clear()
     yield
     monkeypatch.undo()
     cpu_native._load_once.cache_clear()
-    cpu_native.begin.cache_clear()
-
-
-NAMES = ("mla_decode_attention", "mla_index_scores", "mla_few_rows", "mla_features")
-
-
-@pytest.fixture
-def small(untried: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
-    """The source of a library of nothing but its entries, so that building takes no time, and the folder for it."""
-    source, folder = tmp_path / "small.cpp", tmp_path / "cache"
-    source.write_text("".join(f'extern "C" long {name}(const char*) {{ return 0; }}\n' for name in NAMES))
-    monkeypatch.setattr(cpu_native, "SOURCE", source)
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    return source, folder
-
-
-def built_ahead() -> bool:
-    """Let the background end, if there is one."""
-    cpu_native.begin()
-    (of_ours,) = [t for t in threading.enumerate() if t.name == "mla_compile kernels"] or (None,)
-    if of_ours is not None:
-        of_ours.join()
-    return of_ours is not None
-
-
-def test_what_was_built_in_the_background_is_only_loaded(small: tuple[Path, Path]):
-    assert built_ahead()
-    (built,) = small[1].rglob("*.main.so")
-    os.utime(built, (1, 1))
-    library = cpu_native.load()
-    assert library is not None
-    assert library.path == str(built)
-    assert built.stat().st_mtime == 1
-    assert not built_ahead(), "once a process"
-
-
-def test_a_build_that_fails_in_the_background_is_told_when_it_is_needed(
-    small: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-):
-    small[0].write_text("#error broken on purpose\n")
-    built_ahead()
-    assert not [r for r in caplog.records if r.name == cpu_native.__name__]
-    assert cpu_native.load() is None
-    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
-    assert "broken on purpose" in record.getMessage()
-
-
-def test_nothing_is_built_in_the_background_where_it_is_switched_off_or_there(
-    small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("MLA_COMPILE_NATIVE", "0")
-    assert not built_ahead()
-    monkeypatch.setenv("MLA_COMPILE_NATIVE", "1")
-    assert cpu_native.load() is not None
-    cpu_native.begin.cache_clear()
-    assert not built_ahead()
 
 
 @pytest.mark.usefixtures("untried")
@@ -145,10 +86,18 @@ def test_the_native_source_is_one_text():
     assert '#include "' not in cpu_native.source()
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_cached_library_is_built_again_where_it_is_cut_and_refused_where_others_write(
-    small: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
-    source, folder = small
+    """With a library of nothing but its entries, so that building takes no time."""
+    names = ("mla_decode_attention", "mla_index_scores", "mla_few_rows", "mla_features")
+    source = tmp_path / "small.cpp"
+    source.write_text("".join(f'extern "C" long {name}(const char*) {{ return 0; }}\n' for name in names))
+    monkeypatch.setattr(cpu_native, "SOURCE", source)
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
     def again() -> cpu_native.Library | None:
         cpu_native._load_once.cache_clear()
@@ -167,6 +116,6 @@ def test_a_cached_library_is_built_again_where_it_is_cut_and_refused_where_other
     (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
     assert f"everybody may write to {folder}" in record.getMessage()
     folder.chmod(0o700)
-    source.write_text(source.read_text().replace(NAMES[2], "mla_other"))
+    source.write_text(source.read_text().replace(names[2], "mla_other"))
     assert again() is None, "it lacks a symbol"
-    assert NAMES[2] in [r for r in caplog.records if r.name == cpu_native.__name__][-1].getMessage()
+    assert names[2] in [r for r in caplog.records if r.name == cpu_native.__name__][-1].getMessage()
