@@ -1,7 +1,7 @@
 """The native CPU kernels for decode attention, the indexer, and products of a few rows: built from csrc/ on first use.
 
 Inductor builds the kernels with its compiler, flags and locked disk cache, so they are available wherever
-``torch.compile`` works on CPU. The first use on a machine takes 3 to 15 s. The kernels are called through ctypes. If
+``torch.compile`` works on CPU. The first use on a machine takes 10 to 20 s. The kernels are called through ctypes. If
 they cannot be built, :func:`load` logs the reason in one line, and torch's operators compute the same.
 ``MLA_COMPILE_NATIVE=0`` in the environment disables the kernels.
 
