@@ -2,7 +2,8 @@
 
 Libraries store codes of four bits as int8, so that a step reads twice the bytes it needs. The packed copy holds a tile
 of :data:`TILE` outputs after the other. A tile has, for each group of g columns, int32 words [g/8,TILE], and then the
-scales and the zero points [TILE]. Bits 4j to 4j+3 of a word are code j of eight neighbouring columns, plus 8.
+scales and the zero points [TILE]. A word holds the codes of eight neighbouring columns, plus 8. Code 2j is in bits 4j
+to 4j+3, and code 2j+1 is 16 bits further, so that a mask yields 16-bit integers of neighbouring columns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
     raised = (_tiled(codes, tiles) + 8).unflatten(-1, (groups, -1, CODES)).permute(0, 2, 3, 1, 4)
     packed = torch.zeros(raised.shape[:-1], dtype=torch.int32, device=codes.device)
     for j in range(CODES):
-        packed |= raised[..., j].to(torch.int32) << 4 * j
+        packed |= raised[..., j].to(torch.int32) << 4 * (j // 2) + 16 * (j % 2)
     points = torch.zeros_like(scales, dtype=torch.int8) if zeros is None else zeros
     of_outputs = (_tiled(t, tiles).transpose(1, 2).flatten().view(torch.int32) for t in (scales, points))
     return torch.cat([t.view(tiles, groups, -1) for t in (packed, *of_outputs)], 2)

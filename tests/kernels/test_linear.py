@@ -220,6 +220,34 @@ def test_large_zero_points_cost_no_digits():
     assert (got.double() - want).norm() <= BOUND[torch.float32] * F.linear(x.double(), weight.abs()).norm()
 
 
+def test_outliers_beside_small_numbers_in_rows_for_codes():
+    """Rows in bfloat16 become integers with a common unit. The outliers' codes are 0, so that the others count."""
+    for large, K in itertools.product((1e2, 1e4, 1e6, 1e30), (64, 75)):
+        x, codes = seeded(4, K, dtype=torch.bfloat16), numbers(9, K, dtype=torch.int8)
+        x[:, [5, 40]] = large
+        x[1, ::3] = 1e-3
+        codes[:, [5, 40]] = 0
+        scales = None if K % 32 else seeded(9, 2)
+        weight = codes.double() if scales is None else (codes.view(9, 2, -1) * scales[..., None].double()).view(9, K)
+        got, want = product(x, codes, None, 4, scales), F.linear(x.double(), weight)
+        off, bound = (got.double() - want).norm(dim=1), 2 * BOUND[torch.bfloat16]  # torch rounds the scaled weight, too
+        assert bool((off <= bound * want.norm(dim=1)).all()), (large, K)
+
+
+def test_rows_of_any_size_for_codes():
+    codes = numbers(9, 96, dtype=torch.int8)
+    for factor in (0.0, 1e-32, 1e-20, 1e30, 1e34):
+        x = seeded(3, 96, dtype=torch.bfloat16) * factor
+        got, want = product(x, codes), F.linear(x.double(), codes.double())
+        assert (got.double() - want).norm() <= BOUND[torch.bfloat16] * want.norm(), factor
+    x = seeded(4, 96, dtype=torch.bfloat16)
+    x[0, 7], x[1, 8], x[2, 9] = float("inf"), -float("inf"), float("nan")
+    codes = codes.abs() + 1
+    got = product(x, codes)
+    assert bool(got[0].isposinf().all() and got[1].isneginf().all())
+    assert bool(got[2].isnan().all() and got[3].isfinite().all())
+
+
 def test_a_zero_point_of_zero_changes_nothing():
     x, codes, scales = seeded(2, 64), numbers(5, 64, dtype=torch.int8).abs() + 1, seeded(5, 2).abs()
     x[0, 3], x[1, 40] = float("inf"), float("nan")

@@ -60,11 +60,12 @@ def library(folder: Path) -> native.Library:
         return {26: rows * f[6] * BYTES[f[28]], 27: rows * 4}
 
     return native.Library(
-        _caller(folder, 0, native.CALL, (7, 11, 14, 17, 20, 25, 26, 27, 35, 38, 42, 46), attention),
+        _caller(folder, 0, native.CALL, (7, 11, 14, 17, 20, 25, 26, 27, 35, 38, 42, 48), attention),
         _caller(folder, 1, native.INDEX_CALL, (5, 9, 12, 13), lambda f: {13: f[0] * f[1] * f[3] * 4}),
-        _caller(folder, 2, native.ROWS_CALL, (4, 7, 11, 12), lambda f: {12: f[0] * f[1] * f[2] * BYTES[f[13]]}),
+        _caller(folder, 2, native.ROWS_CALL, (4, 7, 11, 12, 17, 18), lambda f: {12: f[0] * f[1] * f[2] * BYTES[f[13]]}),
         float16=True,
         amx=0,
+        path=str(folder / "kernels"),
     )
 
 

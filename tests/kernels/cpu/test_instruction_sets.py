@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mla_compile.kernels import index, linear, reference
+from mla_compile.kernels import index, linear, packed, reference
 from mla_compile.kernels.call import DecodeCall, IndexCall
 from mla_compile.kernels.cpu import decode, native
 from tests.support import emulator
@@ -84,3 +84,26 @@ def test_products_and_the_scores_of_an_indexer(dtype: torch.dtype):
     scores = index.run(IndexCall(query, keys, weights, 0.3))
     exact = reference.index_scores(IndexCall(query.double(), keys.double(), weights.double(), 0.3))
     assert (scores - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_products_with_codes(zeros: bool):
+    g = torch.Generator().manual_seed(0)
+    for rows, (O, K, width) in enumerate([(33, 192, 32), (20, 128, 64), (5, 96, 96), (66, 64, 32)], start=1):  # noqa: E741
+        x, scales = torch.randn(rows, K, generator=g).bfloat16(), torch.rand(O, K // width, generator=g).bfloat16()
+        x[0, 3] = 1e5  # hides the block's other numbers from 16-bit integers: there is a second term
+        codes = torch.randint(-8, 8, (O, K), generator=g, dtype=torch.int8)
+        codes[:, 3] = 0
+        points = torch.randint(-8, 8, scales.shape, generator=g, dtype=torch.int8) if zeros else None
+        if points is not None:
+            points[:, 0] = 0
+        exact = (codes.view(O, -1, width) - (0 if points is None else points[..., None])) * scales[..., None].double()
+        want = F.linear(x.double(), exact.view(O, K))
+        for words in (None, packed.pack(codes, scales, points)):
+            got = linear.run(x, codes, None, linear.FEW, scales, points, words)
+            # Packed codes are stored plus 8, so that float32 sums have held 8e5.
+            bound = TOLERANCE[torch.bfloat16][0] if words is None else 0.1
+            assert (got.double() - want).norm() <= bound * want.norm(), (rows, words is None)
+        part, most = x[:, : K - 5], codes[:, : K - 5]
+        want = F.linear(part.double(), most.double())
+        assert (linear.run(part, most).double() - want).norm() <= TOLERANCE[torch.bfloat16][0] * want.norm()

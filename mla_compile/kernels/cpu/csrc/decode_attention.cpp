@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "call.h"
+#include "codes.h"
 #include "dots.h"
 #include "fma.h"
 #include "index.h"
@@ -261,7 +262,11 @@ int mla_decode_attention(const mla::Call* call) {
 // 0; 1 where there is no memory to work in.
 int mla_few_rows(const mla::RowsCall* call) {
   using namespace mla;
-  return !(call->weight_kind == INT4 ? multiply_packed(*call) : multiply_rows(*call));
+  switch (call->weight_kind) {
+    case INT4: return !multiply_packed(*call);
+    case INT8: return !multiply_codes(*call);
+    default: return !multiply_rows(*call);
+  }
 }
 
 // 0; 1 where there is no memory to work in.

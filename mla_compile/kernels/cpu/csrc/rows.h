@@ -2,8 +2,7 @@
 //
 // If the weight is read in its memory order, such a product takes as long as reading it from memory. So the rows of the
 // weight are walked one after the other, each with all rows of x, which stay in a cache. A weight that is
-// contiguous along o is walked along k. An int8 weight may have a scale and a zero point for each group of columns:
-// y[m,o] = sum_k x[m,k] (w[o,k] - zero[o,k/group]) scale[o,k/group] + bias[o].
+// contiguous along o is walked along k. codes.h and packed.h read integer codes.
 #pragma once
 
 #include <algorithm>
@@ -30,29 +29,6 @@ struct RowsCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
 };
 
 constexpr int64_t MAX_SIDE = 4;  // rows of x that are multiplied at a time; the weight stays in a cache for further ones
-
-// Numbers of a weight as floats, all exactly.
-inline vf widened(const float* at) { return load(at); }
-inline vf widened(const bf16* at) {
-  typedef uint16_t narrow __attribute__((vector_size(2 * VL)));
-  narrow given;
-  std::memcpy(&given, at, sizeof given);
-  const vi wide = __builtin_convertvector(given, vi) << 16;
-  vf result;
-  std::memcpy(&result, &wide, sizeof result);
-  return result;
-}
-inline vf widened(const int8_t* at) {
-  vi wide;
-#if defined(__AVX512F__)
-  wide = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#elif defined(__AVX2__)
-  wide = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-#else
-  for (int i = 0; i < VL; ++i) wide[i] = at[i];
-#endif
-  return __builtin_convertvector(wide, vf);
-}
 
 inline float total_of(vf x) {
 #if defined(__AVX512F__)
@@ -155,17 +131,17 @@ class RowsProduct {
 
   // Products of M rows of x.
   template <int M>
-  static void run(const Part<X, W>& p, char* scratch) {
+  static void run(const Part<X, W>& p, char* scratch, bool packed) {
     const RowsCall& c = p.c;
     Element* x = reinterpret_cast<Element*>(scratch);
-    std::fill(x, x + M * round_up(c.K, STEP), Element{});
-    for (int64_t k = 0; k < c.K; k += STEP)  // step by step, not row by row: rows would share cache sets
+    if (!packed) std::fill(x, x + M * round_up(c.K, STEP), Element{});
+    for (int64_t k = 0; !packed && k < c.K; k += STEP)  // step by step, not row by row: rows would share cache sets
       for (int m = 0; m < M; ++m) F::pack(p.x + m * c.x_m + k, std::min(STEP, c.K - k), x + k * M + m * STEP);
     // In bytes; shorter rows are read faster one after the other, and int8 for one row of x any.
     constexpr int64_t LONG = VL < 16 ? 0 : sizeof(W) > 1 || M > 1 ? 8192 : INT64_MAX;
     float sums[GROUP][M];
     int64_t o = p.begin;
-    if (c.K * int64_t(sizeof(W)) >= LONG)
+    if (LONG < INT64_MAX && c.K * int64_t(sizeof(W)) >= LONG)
       for (; o + SIDE <= p.end; o += SIDE) add<M, SIDE>(p.weight + o * c.w_o, c.w_o, x, c.K, sums[o - p.begin]);
     for (; o < p.end; ++o) add<M, 1>(p.weight + o * c.w_o, c.w_o, x, c.K, sums[o - p.begin]);
     const X* bias = reinterpret_cast<const X*>(c.bias);
@@ -206,51 +182,6 @@ class RowsProduct {
   }
 };
 
-// The same for an int8 weight with a scale for each group of columns, which multiplies the sum over its group.
-template <class X, class S>
-class GroupsProduct {
-  using F = Few<X, int8_t>;
-  using Sum = typename F::Sum;
-  static constexpr int64_t STEP = F::STEP;
-  static constexpr int64_t AHEAD = 8192;  // prefetch distance in bytes
-
- public:
-  static constexpr int64_t GROUP = 64;  // rows of the weight that a thread takes at a time
-
-  static size_t scratch(const RowsCall& c) { return sizeof(float) * MAX_SIDE * c.K; }
-
-  template <int M>
-  static void run(const Part<X, int8_t>& p, char* scratch) {
-    const RowsCall& c = p.c;
-    const int64_t groups = c.K / c.group;
-    float* x = reinterpret_cast<float*>(scratch);
-    for (int64_t k = 0; k < c.K; k += STEP)
-      for (int m = 0; m < M; ++m) F::pack(p.x + m * c.x_m + k, STEP, x + k * M + m * STEP);
-    const X* bias = reinterpret_cast<const X*>(c.bias);
-    for (int64_t o = p.begin; o < p.end; ++o) {
-      const S* scales = reinterpret_cast<const S*>(c.scales) + o * groups;
-      const int8_t* zeros = c.zeros ? reinterpret_cast<const int8_t*>(c.zeros) + o * groups : nullptr;
-      const int8_t* row = p.weight + o * c.w_o;
-      vf sum[M] = {};
-      for (int64_t g = 0; g < groups; ++g) {
-        const float zero = zeros ? zeros[g] : 0.f;  // subtracted here: a difference of two sums would lose digits
-        Sum part[M] = {};
-        for (int64_t k = g * c.group; k < (g + 1) * c.group; k += STEP) {
-          __builtin_prefetch(row + k + AHEAD, 0, 2);
-          typename F::Weight w(row + k);
-          w.first -= zero, w.second -= zero;
-#pragma GCC unroll 4
-          for (int m = 0; m < M; ++m) part[m] = F::add(part[m], x + k * M + m * STEP, w);
-        }
-        const float scale = to_float(scales[g]);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sum[m] += (part[m].first + part[m].second) * scale;
-      }
-      for (int m = 0; m < M; ++m) from_float(total_of(sum[m]) + (bias ? to_float(bias[o]) : 0.f), p.out[m * c.O + o]);
-    }
-  }
-};
-
 // The same for a weight [O,K] that is contiguous along o: some columns k are added to sums [M,O] in a cache.
 template <class X, class W>
 class ColumnsProduct {
@@ -263,11 +194,11 @@ class ColumnsProduct {
   static size_t scratch(const RowsCall& c) { return sizeof(float) * MAX_SIDE * (GROUP + round_up(c.K, SIDE)); }
 
   template <int M>
-  static void run(const Part<X, W>& p, char* scratch) {
+  static void run(const Part<X, W>& p, char* scratch, bool packed) {
     const RowsCall& c = p.c;
     float* sums = reinterpret_cast<float*>(scratch);
     float* x = sums + MAX_SIDE * GROUP;  // [K,M]
-    for (int64_t k = 0; k < c.K; ++k)
+    for (int64_t k = 0; !packed && k < c.K; ++k)
       for (int m = 0; m < M; ++m) x[k * M + m] = to_float(p.x[m * c.x_m + k]);
     std::fill(sums, sums + M * GROUP, 0.f);
     const int64_t n = p.end - p.begin;
@@ -313,11 +244,13 @@ class ColumnsProduct {
   }
 };
 
-// All rows of x with some outputs: a few rows at a time.
+// All rows of x with some outputs: a few rows at a time. `packed`: the scratch space holds these rows already, in the
+// form that the products need.
 template <class Product, class X, class W, int M = MAX_SIDE>
-void multiply(Part<X, W> p, int64_t rows, char* scratch) {
-  for (; rows >= M; rows -= M, p.x += M * p.c.x_m, p.out += M * p.c.O) Product::template run<M>(p, scratch);
-  if constexpr (M > 1) multiply<Product, X, W, M - 1>(p, rows, scratch);
+void multiply(Part<X, W> p, int64_t rows, char* scratch, bool packed) {
+  for (; rows >= M; rows -= M, p.x += M * p.c.x_m, p.out += M * p.c.O, scratch += round_up(Product::scratch(p.c), 64))
+    Product::template run<M>(p, scratch, packed);
+  if constexpr (M > 1) multiply<Product, X, W, M - 1>(p, rows, scratch, packed);
 }
 
 template <class Product, class X, class W>
@@ -326,13 +259,14 @@ bool multiply_groups(const RowsCall& c) {
   const int64_t groups = ceil_div(c.O, Product::GROUP);
   const int64_t threads =
       c.G * c.M * c.O * c.K <= ALONE ? 1 : std::clamp<int64_t>(c.threads, 1, std::max<int64_t>(1, c.G * groups));
-  const size_t own = round_up(Product::scratch(c), 4096);
+  const size_t own = round_up(ceil_div(c.M, MAX_SIDE) * round_up(Product::scratch(c), 64), 4096);
   char* scratch = block.of_size(own * threads);
   if (!scratch) return false;
   std::atomic<int64_t> next_thread{0};
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
   {
     char* mine = scratch + own * next_thread++;
+    int64_t packed = -1;  // the matrix whose rows of x are in there
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < c.G * groups; ++i) {
       const int64_t g = i / groups, begin = i % groups * Product::GROUP;
@@ -340,7 +274,8 @@ bool multiply_groups(const RowsCall& c) {
                                    reinterpret_cast<const W*>(c.weight) + g * c.w_g,
                                    reinterpret_cast<X*>(c.out) + g * c.M * c.O, begin,
                                    std::min(c.O, begin + Product::GROUP)},
-                        c.M, mine);
+                        c.M, mine, packed == g);
+      packed = g;
     }
   }
   return true;
@@ -353,14 +288,7 @@ bool multiply_rows(const RowsCall& c) {
 }
 
 inline bool multiply_rows(const RowsCall& c) {
-  const bool half = c.kind == BFLOAT16;
-  if (c.group) {
-    if (!half) return multiply_groups<GroupsProduct<float, float>, float, int8_t>(c);
-    return c.scale_kind == BFLOAT16 ? multiply_groups<GroupsProduct<bf16, bf16>, bf16, int8_t>(c)
-                                    : multiply_groups<GroupsProduct<bf16, float>, bf16, int8_t>(c);
-  }
-  if (c.weight_kind == INT8) return half ? multiply_rows<bf16, int8_t>(c) : multiply_rows<float, int8_t>(c);
-  if (half) return multiply_rows<bf16, bf16>(c);
+  if (c.kind == BFLOAT16) return multiply_rows<bf16, bf16>(c);
   return c.weight_kind == BFLOAT16 ? multiply_rows<float, bf16>(c) : multiply_rows<float, float>(c);
 }
 

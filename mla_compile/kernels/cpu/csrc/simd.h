@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace mla {
@@ -28,8 +30,10 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 inline vf load(const float* at) { return *reinterpret_cast<const vf_any*>(at); }
 inline void store(float* at, vf x) { *reinterpret_cast<vf_any*>(at) = x; }
-// Keeps x in a register: compilers would load it again for every product, which exceeds the load throughput.
-inline vf kept(vf x) {
+// Keeps x in a register: compilers would load it again for every product, which exceeds the load throughput. Of sums of
+// integers, it fixes the order: compilers would compute all summands first, for which there are not enough registers.
+template <class V>
+inline V kept(V x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
 #elif defined(__SSE__)
@@ -119,6 +123,34 @@ inline float to_float(fp8 x) {  // without branches and subnormal floats, so tha
   y = magnitude < 8 ? 2.f * y - 0.015625f : y;  // subnormal, below 2^-6: subtract the implicit leading bit
   y = magnitude == 0x7f ? std::numeric_limits<float>::quiet_NaN() : y;
   return x.bits & 0x80 ? -y : y;
+}
+
+// Stored numbers as floats, all exactly.
+inline vf widened(const float* at) { return load(at); }
+inline vf widened(const bf16* at) {
+  vi wide;
+#if defined(__AVX512F__)
+  wide = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#elif defined(__AVX2__)
+  wide = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#else
+  typedef uint16_t narrow __attribute__((vector_size(2 * VL)));
+  narrow given;
+  std::memcpy(&given, at, sizeof given);
+  wide = __builtin_convertvector(given, vi);
+#endif
+  return (vf)(wide << 16);
+}
+inline vf widened(const int8_t* at) {
+  vi wide;
+#if defined(__AVX512F__)
+  wide = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__)
+  wide = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#else
+  for (int i = 0; i < VL; ++i) wide[i] = at[i];
+#endif
+  return __builtin_convertvector(wide, vf);
 }
 
 constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
