@@ -3,15 +3,16 @@
     pip install cosmic-ray
     pytest -n 2 -p tests.support.executed --executed lines                  (Python 3.12 or newer)
     python -m tests.support.mutation lines mutants.jsonl --modules mla_compile/passes/cache/recipe.py
-    python -m tests.support.mutation lines mutants.jsonl --sample 400 --seed 1 [-- pytest options]
+    python -m tests.support.mutation lines mutants.jsonl --sample 400 --seed 1 -- -m "full or not full"
 
-``lines`` says which tests execute a line. Each mutant (the operators are cosmic-ray's) gets a fork of this process,
-in which the module's functions are given the mutant's code. The tests that execute the changed line run there,
-those of its own room and the quickest first, until one fails or the seconds for a mutant are over. ``--sample``
-draws mutants from random modules, at most ten of each. Mutants come in a random order and are appended to the log,
-so that a run may be cut short and continued. ``--part 1/2`` takes every second one, for two processes with a log
-each. ``--again OTHER`` takes the mutants that survived according to another log: for new tests, or for the tests of
-another checkout or tier.
+``lines`` says which tests execute a line. A test that it does not know, for example of another tier, counts as
+executing what the known tests of its function execute, or else those of its file. Each mutant (the operators are
+cosmic-ray's) gets a fork of this process, in which the module's functions are given the mutant's code. The tests that
+execute the changed line run there, those of its own room and the quickest first, until one fails or the seconds for a
+mutant are over. ``--sample`` draws mutants from random modules, at most ten of each. Mutants come in a random order and
+are appended to the log, so that a run may be cut short and continued. ``--part 1/2`` takes every second one, for two
+processes with a log each. ``--again OTHER`` takes the mutants that survived according to another log: for new tests, or
+for the tests of another checkout or tier. What follows ``--`` are options of pytest.
 """
 
 # ruff: noqa: T201  it is a program
@@ -29,6 +30,7 @@ import signal
 import sys
 import time
 import types
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,11 @@ def _found(outcome: str) -> bool:
     return outcome.startswith("tests")
 
 
+def _groups(test: str) -> tuple[str, str]:
+    """The function and the file of a test."""
+    return test.split("[")[0], test.split("::")[0]
+
+
 def _change(entry: dict[str, Any]) -> tuple[str, str, int, str]:
     return entry["file"], entry["operator"], entry["line"], entry["after"]
 
@@ -208,6 +215,19 @@ class Mutation:
         self.given, self.log = given, Path(given.log).resolve()
         self.executed = read(given.lines)
         self.failed = ""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Guess what tests without recorded lines execute."""
+        alike: dict[str, dict[str, tuple[float, Lines]]] = defaultdict(dict)
+        for test, found in self.executed.items():
+            for group in _groups(test):
+                alike[group][test] = found
+        lines = {group: union(tests) for group, tests in alike.items()}
+        for item in session.items:
+            if item.nodeid not in self.executed:
+                group = next((g for g in _groups(item.nodeid) if g in alike), None)
+                if group is not None:
+                    self.executed[item.nodeid] = max(t for t, _ in alike[group].values()), lines[group]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -319,9 +339,11 @@ def main() -> None:
     parser.add_argument("--modules", default=""), parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0), parser.add_argument("--part", default="1/1")
     parser.add_argument("--seconds", type=float, default=120.0), parser.add_argument("--again", default="")
-    parser.add_argument("pytest", nargs="*")
-    plugin = Mutation(parser.parse_args())
-    code = pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", "-s", *plugin.given.pytest], plugins=[plugin])
+    ours, of_pytest = sys.argv[1:], []
+    if "--" in ours:
+        ours, of_pytest = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
+    plugin = Mutation(parser.parse_args(ours))
+    code = pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", "-s", *of_pytest], plugins=[plugin])
     sys.exit(f"pytest ended with {code!r}, {plugin.failed}" if code else 0)
 
 
