@@ -176,19 +176,20 @@ ROOMS = {
     "kernels.merge": "errors kernels.checks kernels.reference",
     "kernels.tiles": "errors kernels.devices kernels.tuned",
     "kernels.kinds": "kernels.call",
+    "kernels.known": "",
     "kernels.shared": "kernels.call kernels.tiles",
     "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
     "kernels.cpu": "core kernels.call kernels.reference",
     "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.shared kernels.tiles",
     "kernels.hopper": "kernels.call kernels.devices kernels.kinds kernels.plan kernels.shared kernels.triton",
     "kernels.launch": """errors kernels.call kernels.checks kernels.devices kernels.hopper kernels.kinds
-        kernels.plan kernels.reference kernels.shared kernels.triton""",
-    "kernels.decode": """errors kernels.call kernels.checks kernels.chosen kernels.cpu kernels.launch kernels.merge
-        kernels.plan kernels.reference kernels.shared""",
-    "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.launch
-        kernels.plan kernels.reference kernels.triton""",
+        kernels.known kernels.plan kernels.reference kernels.shared kernels.triton""",
+    "kernels.decode": """errors kernels.call kernels.checks kernels.chosen kernels.cpu kernels.known kernels.launch
+        kernels.merge kernels.plan kernels.reference kernels.shared""",
+    "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.known
+        kernels.launch kernels.plan kernels.reference kernels.triton""",
     "kernels.packed": "errors",
-    "kernels.linear": "core errors kernels.cpu kernels.packed",
+    "kernels.linear": "core errors kernels.cpu kernels.known kernels.packed",
     "kernels.grouped": "errors kernels.cpu kernels.linear",
     "ops": """core kernels.alike kernels.call kernels.checks kernels.decode kernels.grouped kernels.index
         kernels.linear kernels.packed kernels.reference kernels.shared""",

@@ -24,12 +24,15 @@ from torch import Tensor
 
 from mla_compile.errors import InputError
 from mla_compile.kernels import checks, chosen, launch, reference, shared
-from mla_compile.kernels.call import PAGED, DecodeCall
+from mla_compile.kernels.call import PAGED, TENSORS, DecodeCall
 from mla_compile.kernels.cpu import decode as cpu
+from mla_compile.kernels.known import forms, remember
 from mla_compile.kernels.merge import merge
 from mla_compile.kernels.plan import Plan
 
 __all__ = ["Plan", "decode_attention", "merge", "paged_decode_attention"]
+
+_checked: dict[object, str] = {}  # kinds of calls whose arguments fit together, and the called operator
 
 
 def decode_attention(
@@ -140,7 +143,10 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
     """Check a call and run it with the kernel for its device. The callers have already refused gradients."""
     launched = launch.suits(call)
     if check_values or not launched:  # the launch itself checks, once per kind of call
-        checks.check(call)
+        kind = (forms(*call[:TENSORS]), call[TENSORS:])
+        if kind not in _checked:
+            checks.check(call)
+            remember(_checked, kind, call.op)
     if call.block_table is not None and (check_values or checks.values_on_cpu(call)):
         checks.check_values(call)
     if launched:

@@ -15,6 +15,7 @@ from mla_compile.kernels.call import IndexCall
 from mla_compile.kernels.cpu import index as cpu
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.kinds import rounded
+from mla_compile.kernels.known import remember
 from mla_compile.kernels.plan import MIN_CAPABILITY
 from mla_compile.kernels.triton import runner
 from mla_compile.kernels.triton.index_steps import BUFFERS, index_step
@@ -56,13 +57,12 @@ def launched(call: IndexCall) -> Tensor:
             return launched(call)
     out = torch.empty(*query.shape[:2], keys.shape[1], dtype=torch.float32, device=query.device)
     key = (index, call.scale, *map(_form, (query, call.weights)), _grown(keys))
-    if key not in _bound:
-        if len(_bound) >= launch.REMEMBERED:
-            _bound.clear()
-        _bound[key] = runner.launch_of(index_step(call, rounded(keys.shape[1])), _PLACES, index)
+    bound = _bound.get(key)
+    if bound is None:
+        bound = remember(_bound, key, runner.launch_of(index_step(call, rounded(keys.shape[1])), _PLACES, index))
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     addresses = [x.data_ptr() for x in (*call[:3], out)]
-    _bound[key](stream, [*addresses, keys.shape[1], keys.stride(0)])
+    bound(stream, [*addresses, keys.shape[1], keys.stride(0)])
     return out
 
 

@@ -33,6 +33,7 @@ from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.kinds import SIZED, grown
+from mla_compile.kernels.known import remember
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask
 from mla_compile.kernels.shared import ALIGNMENT, Buffers, elements, offsets
@@ -41,7 +42,6 @@ from mla_compile.kernels.triton.runner import Launch
 from mla_compile.kernels.triton.step import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # the maximum number of entries in each look-up table
 # plan.kernel -> the module that describes its launches
 _KERNELS: dict[str, ModuleType] = {"triton": steps, "gluon": hopper_steps}
 _SCHEDULE = DecodeCall._fields.index("schedule")
@@ -174,7 +174,7 @@ def _run(key: tuple[object, ...], call: DecodeCall, addresses: list[int], index:
         except NoPlanError as error:
             _say_once(str(error))
             return None
-        _remember(_bound, key, bound)
+        remember(_bound, key, bound)
     made = [torch.empty(shape, dtype=dtype, device=call.query.device) for shape, dtype in bound.buffers]
     addresses += bound.scalars
     addresses += [x.data_ptr() for x in made]
@@ -198,14 +198,8 @@ def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
     bound = _kinds.get(kind)
     if bound is None:
         bound = bind(call, index, own, rows.most)
-        _remember(_kinds, kind, bound)
+        remember(_kinds, kind, bound)
     return bound._replace(scalars=rows.scalars)
-
-
-def _remember(known: dict[object, _Bound], key: object, bound: _Bound) -> None:
-    if len(known) >= REMEMBERED:
-        known.clear()
-    known[key] = bound
 
 
 def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:

@@ -16,6 +16,7 @@ An int8 weight [O,K] may have a scale and a zero point for each group of g colum
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,7 @@ from mla_compile.core.measuring import timed
 from mla_compile.errors import InputError
 from mla_compile.kernels import packed as four_bits
 from mla_compile.kernels.cpu import native
+from mla_compile.kernels.known import forms, remember
 
 LINEAR = "mla_compile::linear"
 HEADS = "mla_compile::few_rows_of_heads"
@@ -41,6 +43,8 @@ _STORED = {
 }  # dtype of the rows -> dtypes of weights that the native kernel reads
 MANY = 16
 """From this number of rows on, float32 may be faster than 16 bits. Converting the weight dominates for fewer rows."""
+_few: dict[object, bool] = {}  # kind of call -> whether the kernel computes it
+_few_of_heads: dict[object, bool] = {}
 _PIECE = 1 << 22  # numbers of a weight that are converted at a time
 _GAIN = 1.1  # graphs use the operator if it is faster than torch by this factor
 _SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # of the measurement: side of a square weight, bytes of all weights, rounds
@@ -71,10 +75,13 @@ def run(
 
     Raises :class:`InputError` if the arguments do not fit together.
     """
-    check(x, weight, bias, scales, zeros, packed)
+    kind = (most, forms(x, weight, bias, scales, zeros, packed))
+    few = _few.get(kind)
+    if few is None:
+        check(x, weight, bias, scales, zeros, packed)
+        few = remember(_few, kind, _few_rows(x, weight, most, scales))
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
-    few = rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel() > 0
-    if few and (scales is None or weight.shape[1] // scales.shape[1] % COLUMNS == 0):
+    if few:
         library = native.load()
         if library is not None:
             given = x.reshape(1, rows, -1)
@@ -87,6 +94,13 @@ def run(
         if wide and widens(x.dtype, rows):
             return in_float32(x, weight, bias, scales, zeros)
         return F.linear(x, _dequantized(weight.to(x.dtype), scales, zeros), bias)
+
+
+def _few_rows(x: Tensor, weight: Tensor, most: int, scales: Tensor | None) -> bool:
+    """Whether the kernel computes a product, if there is one."""
+    rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
+    few = rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel() > 0
+    return few and (scales is None or weight.shape[1] // scales.shape[1] % COLUMNS == 0)
 
 
 def widens(dtype: torch.dtype, rows: int) -> bool:
@@ -124,12 +138,17 @@ def run_of_heads(x: Tensor, weight: Tensor) -> Tensor:
 
     Raises :class:`InputError` if the arguments do not fit together.
     """
-    check_of_heads(x, weight)
+    kind = forms(x, weight)
+    few = _few_of_heads.get(kind)
+    if few is None:
+        check_of_heads(x, weight)
+        few = 1 <= math.prod(x.shape[1:-1]) <= MOST_OF_HEADS and weight.numel() > 0
+        few = remember(_few_of_heads, kind, few and reads(x.device, x.dtype, weight.dtype))
     G, O, K = weight.shape  # noqa: E741  the letter of the output's columns
-    rows = x.reshape(G, -1, K) if K else x.new_empty(G, 0, 0)
-    if reads(x.device, x.dtype, weight.dtype) and 1 <= rows.shape[1] <= MOST_OF_HEADS and weight.numel():
+    if few:
         library = native.load()
         if library is not None:
+            rows = x.reshape(G, -1, K)
             return native.few_rows_product(library, rows, weight).view(*x.shape[:-1], O)
     with torch.autocast(x.device.type, enabled=False):
         return torch.einsum("g...k,gok->g...o", x, weight.to(x.dtype))
