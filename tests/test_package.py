@@ -223,7 +223,7 @@ ROOMS = {
     "dynamo": """capture codes core errors kernels.cpu options passes.ir passes.quantized pipeline repeats
         report runtime version""",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton
-        kernels.tuned ops options passes.ir pipeline report runtime version""",
+        kernels.tuned ops options passes.ir passes.rewrite pipeline report runtime version""",
     # The doors.
     "batching": """api capture core dynamo errors kernels.cpu options passes.cache passes.ir pipeline report
         runtime""",

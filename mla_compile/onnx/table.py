@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mla_compile.onnx.bake import bake_projections
-from mla_compile.onnx.complex_pairs import split_complex
+from mla_compile.onnx.complex_weights import split_complex
 from mla_compile.onnx.float8_rows import unpack_rows
 from mla_compile.onnx.tidy import tidy, without_schedules
 from mla_compile.pipeline.manager import GraphState, Pass

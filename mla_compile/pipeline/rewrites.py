@@ -24,6 +24,7 @@ from mla_compile.passes.report.site import fused_told
 from mla_compile.passes.rewrite import dequantize, fold, narrow
 from mla_compile.passes.rewrite.absorb import absorb as absorb_site
 from mla_compile.passes.rewrite.by_hand import fuse
+from mla_compile.passes.rewrite.complex_pairs import real_rotations
 from mla_compile.passes.rewrite.equal_widths import equal_widths
 from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
@@ -220,6 +221,13 @@ def pad_values(state: PassState) -> int:
     if state.request.frozen or not _attended(state):  # the kernels that will run a file are unknown
         return 0
     return _in_all_calls(state, lambda known: equal_widths(known.program.gm.graph, known.program.fake_mode))
+
+
+def split_complex(state: PassState) -> int:
+    """Replace complex numbers by pairs of real ones, if Inductor compiles the graph."""
+    if state.request.frozen or state.options.codegen != "inductor" or not _attended(state):
+        return 0
+    return _in_all_calls(state, lambda known: real_rotations(known.program.gm.graph, known.program.fake_mode))
 
 
 def _in_all_calls(state: PassState, rewrite: Callable[[Analyses], int]) -> int:

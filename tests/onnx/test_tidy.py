@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.core.program import Program
-from mla_compile.onnx.complex_pairs import split_complex
+from mla_compile.onnx.complex_weights import split_complex
 from mla_compile.onnx.tidy import tidy
 from tests.support.programs import calls, seeded, trace
 

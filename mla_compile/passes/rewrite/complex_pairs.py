@@ -1,4 +1,4 @@
-"""Turn complex numbers into pairs of real numbers, because ONNX has operators for real numbers only.
+"""Turn complex numbers into pairs of real numbers. ONNX and Inductor have code for real numbers only.
 
 Before: ``view_as_real(view_as_complex(q) * polar(ones, angles))``, a rotary embedding written with complex numbers.
 
@@ -13,38 +13,43 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.core.program import FoldedWeight, Program
-from mla_compile.errors import ExportError
-from mla_compile.passes.ir.graph import Builder, args_of, new_input, packet, val
+from mla_compile.passes.ir.graph import Builder, args_of, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-def split_complex(program: Program) -> int:
-    """Replace every complex value of a program by a pair. Return how many were replaced.
-
-    Raises :class:`ExportError` for an operator on complex numbers that has no rule in this module.
-    """
-    graph = program.gm.graph
-    pairs: dict[fx.Node, fx.Node] = {}
-    found = [n for n in graph.nodes if _is_complex(n) or any(_is_complex(s) for s in n.all_input_nodes)]
-    for node in found:
+def unsplit(graph: fx.Graph) -> tuple[fx.Node, str] | None:
+    """Return the first node that has no counterpart on pairs, and what it computes. None: there is no such node."""
+    for node in _on_complex(graph):
         if node.op == "output":
-            raise ExportError("the model returns a complex tensor, which ONNX graphs cannot; return its real view")
+            return node, "a complex result"
         if node.op == "placeholder":
-            pairs[node] = _constant(program, node)
             continue
-        rule = _RULES.get(packet(node))
-        if rule is None:
-            where = (node.meta.get("stack_trace") or "").strip().splitlines()
-            raise ExportError(
-                f"{node.target} on complex numbers ({node.name}) has no counterpart in ONNX"
-                + (f"; {where[-2].strip()}" if len(where) > 1 else "")
-            )
-        result = rule(_PairRewrite(node, Builder(node, program.fake_mode), pairs))
+        if packet(node) not in _RULES:
+            return node, f"{node.target} on complex numbers"
+        if packet(node) in (aten.add, aten.sub) and not all(map(_is_complex, args_of(node)[:2])):
+            return node, f"{node.target} of a complex and a real number"
+    return None
+
+
+def split_complex(
+    graph: fx.Graph, fake_mode: FakeTensorMode | None, pair_of_input: Callable[[fx.Node], fx.Node]
+) -> int:
+    """Replace every complex value of a graph for which :func:`unsplit` returns None. Return how many were replaced.
+
+    ``pair_of_input`` returns the pair of a complex input.
+    """
+    pairs: dict[fx.Node, fx.Node] = {}
+    found = _on_complex(graph)
+    for node in found:
+        if node.op == "placeholder":
+            pairs[node] = pair_of_input(node)
+            continue
+        result = _RULES[packet(node)](_PairRewrite(node, Builder(node, fake_mode), pairs))
         if _is_complex(node):
             pairs[node] = result
         else:
@@ -54,6 +59,25 @@ def split_complex(program: Program) -> int:
             graph.erase_node(node)
     remove_dead_code(graph)
     return len(pairs)
+
+
+def real_rotations(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+    """Replace the complex values of a graph that Inductor compiles, if all can be replaced. Return how many were.
+
+    Inductor calls torch for each operator on complex numbers, and each such call ends a fused loop.
+    """
+    inputs = [n for n in graph.find_nodes(op="placeholder") if _is_complex(n)]
+    if unsplit(graph) is not None or any(val(n).is_conj() for n in inputs):
+        return 0
+    anchor = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    if anchor is None:
+        return 0
+    builder = Builder(anchor, fake_mode)
+    return split_complex(graph, fake_mode, lambda node: builder.call(aten.view_as_real.default, node))
+
+
+def _on_complex(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if _is_complex(n) or any(map(_is_complex, n.all_input_nodes))]
 
 
 def _is_complex(node: object) -> bool:
@@ -120,11 +144,9 @@ def _conjugate(step: _PairRewrite) -> fx.Node:
 
 
 def _both(step: _PairRewrite) -> fx.Node:
-    """Add or subtract two complex operands part by part. A real operand is refused."""
+    """Add or subtract two complex operands part by part."""
     a, b = args_of(step.node)[:2]
-    if not (_is_complex(a) and _is_complex(b)):
-        raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
-    return step.call(step.node.target, step.pairs[a], step.pairs[b])  # type: ignore[arg-type]  # an operator
+    return step.call(step.node.target, step.pairs[a], step.pairs[b], **step.node.kwargs)  # type: ignore[arg-type]
 
 
 def _along(step: _PairRewrite) -> fx.Node:
@@ -182,15 +204,3 @@ _RULES: Mapping[Any, Callable[[_PairRewrite], fx.Node]] = {
         _along,
     ),
 }  # fmt: skip
-
-
-def _constant(program: Program, node: fx.Node) -> fx.Node:
-    """Add an input that holds a complex weight as a pair."""
-    if node.name not in program.weights:
-        raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
-    name = node.name
-    placeholder = new_input(node.graph, f"pairs_{len(program.folds)}", torch.view_as_real(val(node)))
-    program.folds.append(
-        FoldedWeight(placeholder.name, lambda live: torch.view_as_real(live[name].resolve_conj()), (name,))
-    )
-    return placeholder
