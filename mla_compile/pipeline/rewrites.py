@@ -223,7 +223,7 @@ def pad_values(state: PassState) -> int:
     return _in_all_calls(state, lambda known: equal_widths(known.program.gm.graph, known.program.fake_mode))
 
 
-def split_complex(state: PassState) -> int:
+def complex_pairs(state: PassState) -> int:
     """Replace complex numbers by pairs of real ones, if Inductor compiles the graph."""
     if state.request.frozen or state.options.codegen != "inductor" or not _attended(state):
         return 0

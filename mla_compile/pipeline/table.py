@@ -18,6 +18,7 @@ from mla_compile.pipeline.manager import Pass
 from mla_compile.pipeline.rewrites import (
     absorb,
     append,
+    complex_pairs,
     dequantize_once,
     fold_weights,
     index,
@@ -27,7 +28,6 @@ from mla_compile.pipeline.rewrites import (
     project,
     settle,
     share,
-    split_complex,
     verify,
 )
 from mla_compile.pipeline.state import PassState
@@ -71,7 +71,7 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", settle),
     Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", by_heads),
     Pass("pad_values", "expanded attentions", "values on a CPU, to the width of the keys", pad_values),
-    Pass("split_complex", "complex numbers", "these, to pairs of real ones for Inductor", split_complex),
+    Pass("complex_pairs", "complex numbers", "these, to pairs of real ones for Inductor", complex_pairs),
     Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),
     Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", project),
     Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", _over(read_parts)),

@@ -82,4 +82,4 @@ def test_a_model_that_rotates_complex_numbers():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*complex operators")
         torch.testing.assert_close(fast(**given).logits, model(**given).logits, rtol=1e-4, atol=1e-4)
-    assert {p.name: p.changes for p in fast.mla_report.passes}["split_complex"] > 1
+    assert {p.name: p.changes for p in fast.mla_report.passes}["complex_pairs"] > 1
