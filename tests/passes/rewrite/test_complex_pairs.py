@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import mla_compile
+from mla_compile.core.program import Program
 from mla_compile.passes.rewrite.complex_pairs import real_rotations, unsplit
 from tests.support.models import build
-from tests.support.programs import seeded, trace
+from tests.support.programs import export, optimized, run, seeded, trace
+from tests.support.tiers import full
+from tests.zoo import rope_complex_table
+from tests.zoo.base import Dims
 
 real, pairs = torch.view_as_real, torch.view_as_complex
+
+
+def computed(program: Program) -> list[fx.Node]:
+    """The operators with complex results."""
+    called = [n for n in program.gm.graph.nodes if n.op == "call_function"]
+    return [n for n in called if isinstance(v := n.meta["val"], Tensor) and v.is_complex()]
 
 
 def split(function: Callable[..., Tensor], *given: Tensor) -> int:
@@ -24,8 +34,7 @@ def split(function: Callable[..., Tensor], *given: Tensor) -> int:
     done = real_rotations(program.gm.graph, program.fake_mode)
     program.gm.graph.lint()
     program.gm.recompile()
-    called = [n for n in program.gm.graph.nodes if n.op == "call_function"]
-    assert not (done and any(n.meta["val"].is_complex() for n in called))
+    assert not (done and computed(program))
     torch.testing.assert_close(program.gm(*given)[0], function(*given), rtol=1e-12, atol=1e-12)
     return done
 
@@ -73,7 +82,19 @@ def test_graphs_without_complex_numbers_stay():
     assert split(lambda x: x * 2, X) == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+def test_the_graph_that_is_compiled_has_pairs(codegen: str):
+    """A module with a table of complex numbers, which an input becomes; as eager code, it stays."""
+    module = rope_complex_table.build(Dims())
+    given = seeded(2, 1, 11), seeded(2, 5, 7), seeded(2, 5, 4)
+    outcome = optimized(export(module, given), codegen=codegen)
+    assert outcome.absorbed == 1
+    assert bool(computed(outcome.program)) is (codegen == "eager")
+    with torch.no_grad():
+        torch.testing.assert_close(run(outcome.program, *given)[0], module(*given)[0], rtol=1e-10, atol=1e-10)
+
+
+@full("inductor")
 def test_a_model_that_rotates_complex_numbers():
     """Inductor compiles DeepSeek-V2 without its warning about complex operators."""
     model = build("deepseek_v2", num_hidden_layers=1).float()
